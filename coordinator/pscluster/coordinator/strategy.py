@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
-from pscluster.coordinator.job import progress
+from pscluster.coordinator.job import progress, servers
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.applying import Applied, apply_plan
@@ -393,7 +393,7 @@ class ParameterServerStrategy(Strategy):
             raise MisuseError(
                 "give the address of the server to add: the coordinator has none, at which one could register"
             )
-        peer = context.next_server(timeout) if address is None and cluster is None else None
+        peer = servers.next_waiting(context, timeout) if address is None and cluster is None else None
         if cluster is not None:
             address = cluster.start_server(index)
         try:
@@ -411,7 +411,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def waiting_servers(self) -> list[int]:
         """The indices of servers that have registered and are not in the job: `add_server()` takes the next one."""
-        return self.context.waiting_servers()
+        return servers.waiting(self.context)
 
     def remove_server(self) -> list[Moved]:
         """Move all shards from the parameter server with the highest index to the others, and remove it from the job.

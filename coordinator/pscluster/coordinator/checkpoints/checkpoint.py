@@ -37,6 +37,7 @@ from pscluster.coordinator.checkpoints.saved_layers import (
 )
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
+from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
@@ -100,11 +101,11 @@ class Checkpoint(StaysHere):
 
     def _mark(self, checkpoint_number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
-        context.check_restored()
+        check_restored(context)
         context.client.directory()  # wait for a server that is down here, not while functions are paused
         with context.placing, self._paused():
             context.settle_steps()
-            context.check_restored()  # another thread may have tried meanwhile
+            check_restored(context)  # another thread may have tried meanwhile
             if context.dataset_progress is not None:
                 context.dataset_progress.save()
             forgotten = context.dispatcher.servers.forgotten() if context.dispatcher is not None else set()
@@ -271,7 +272,7 @@ class Checkpoint(StaysHere):
                 with contextlib.suppress(PsClusterError):
                     context.client.restore(drops)
                 raise
-            with context.restoring(action) as term:
+            with restoring(context, action) as term:
                 commits = {server: ps_pb2.RestoreRequest(id=restore_id, commit=True, term=term) for server in requests}
                 context.client.restore(commits, nbytes)
                 reach("coordinator.commit.after")

@@ -15,6 +15,7 @@ from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS, Checkpoint, MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.job.context import HasJob, open_jobs
+from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
@@ -296,7 +297,7 @@ class CheckpointManager(StaysHere):
         context = self.checkpoint.context
         if context.resumed:
             try:
-                context.check_restored()
+                check_restored(context)
             except CheckpointError as error:
                 logger.error("not continuing with the variables on the servers: %s", error)
             else:
@@ -315,6 +316,6 @@ class CheckpointManager(StaysHere):
                     logger.info("restored %s", path)
                     return RestoredFrom.CHECKPOINT
         if context.resumed:  # the servers hold half a restore, not initial values
-            context.check_restored()
+            check_restored(context)
         logger.info("there is no checkpoint in %s; starting from the initial values", self.directory)
         return RestoredFrom.NOTHING

@@ -14,6 +14,7 @@ from pscluster.coordinator.job.context import JobContext, open_jobs
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.job.registration import SERVICE, Registration, addresses_of
 from pscluster.coordinator.job.settings import process_options
+from pscluster.coordinator.job.terms import begin_term
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.moves.settle import settle_cuts, settle_moves
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
@@ -257,7 +258,7 @@ async def _attach(context: JobContext, must_hold: Sequence[int]) -> None:
     if len(set(terms)) > 1:
         context.half_restored = "the coordinator that died has restored a checkpoint on only some parameter servers"
         logger.error("%s: restore it again", context.half_restored)
-    context.begin_term(max(terms))
+    begin_term(context, max(terms))
     store_ids = [server.store_id for server in servers]
     client.expect(store_ids)
     request.store_ids.extend(store_ids)

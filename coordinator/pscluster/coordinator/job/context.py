@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,21 +22,19 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.cuts import Cuts
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
-from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, WaitingServers, moves
+from pscluster.coordinator.job.server_places import WaitingServers
 from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.connections import end_job
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, unreachable
 from pscluster.coordinator.scheduling.state import DispatchState, PartlyApplied
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
-from pscluster.core.errors import CheckpointError, MisuseError, PSUnavailableError, UnavailableError
-from pscluster.core.fault_points import reach
+from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.notebook import current_cell
 from pscluster.core.role.options import RoleOptions
@@ -46,12 +44,6 @@ from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
-
-WAIT_PAUSE = 0.05
-"""Seconds between two looks whether a server has registered."""
-
-LEAVE_SECONDS = 10.0
-"""For which a server that was removed is kept, until all workers know it."""
 
 HOPELESS = 10.0
 """Seconds for which a job that is ending waits for an unreachable task."""
@@ -120,7 +112,7 @@ class JobContext:
         self.workers = [peer for peer in self.tasks if peer.role == "worker"]  # never changed in place
         self._boot_ids: dict[int, int] = {}  # of workers that have registered
         self._members = Members((peer.index for peer in self.workers), self.options.max_workers or MAX_WORKERS)
-        self._waiting = WaitingServers[PeerAddress]()
+        self.waiting_servers = WaitingServers[PeerAddress]()  # that have registered, and may be added
         self.losses = Losses(self.client, self.event_log, self.unreachable)
         self.client.exchanges.on_lost = self.server_is_lost
 
@@ -148,6 +140,14 @@ class JobContext:
     def metrics_address(self) -> str:
         """Return HOST:PORT of `/metrics`; "" if it is not served."""
         return self.metrics_server.address if self.metrics_server is not None else ""
+
+    def placing_of_servers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which servers may be added and removed: it begins when no checkpoint is being written."""
+        return self.cuts.none_open(self.placing, self.client.exchanges.check_open)
+
+    def place_of(self, peer: PeerAddress) -> PeerAddress:
+        """Return where a task is by now."""
+        return self.client.place_of(peer) if peer.role == "ps" else peer
 
     # Workers that join and leave: on the loop's thread, one at a time
 
@@ -225,164 +225,6 @@ class JobContext:
 
         loop.run(note())
 
-    # Servers that are added and removed
-
-    def placing_of_servers(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which servers may be added and removed: it begins when no checkpoint is being written."""
-        return self.cuts.none_open(self.placing, self.client.exchanges.check_open)
-
-    def add_server(self, peer: PeerAddress) -> ServerAttachment:
-        """Take another server, with the next index, for the job, and have all know it. It has nothing yet.
-
-        BusyError if it has another coordinator, UnavailableError if it does not answer. Nothing has changed then.
-        """
-
-        async def add() -> ServerAttachment:
-            server = ServerAttachment(peer, self.request, self.client.declare_again, event_log=self.event_log)
-            server.knows(self.servers[0])
-            try:
-                await server.attach()
-            except BaseException:
-                await server.close()
-                raise
-            server.on_return, server.on_lost = self.server_is_back, self.client.give_up
-            server.begin()
-            self.tasks = [*(task for task in self.tasks if task.role == "ps"), peer, *self.workers]
-            self.client.exchanges.add_server(peer, server.store_id)
-            self.servers.append(server)
-            self.request.resized = True
-            self.request.ps_addresses.append(peer.address)
-            self.request.store_ids.append(server.store_id)
-            # TF_CONFIG may name another one of that index, which was removed.
-            place = node_pb2.ServerAddress(index=peer.index, address=peer.address, tls_name=peer.tls_name)
-            self.request.moved_servers.append(place)
-            if self.dispatcher is not None:
-                self.dispatcher.add_server(server)
-            return server
-
-        return loop.run(add())
-
-    def wait_for_workers(self, timeout: float) -> None:
-        """Wait until all connected workers know the servers that there are now, but not for ever: one may be frozen."""
-        if self.dispatcher is None:
-            return
-        servers, end = tuple(server.store_id for server in self.servers), time.monotonic() + timeout
-        state = self.dispatcher.state
-        while time.monotonic() < end:
-            connections = [handle.connection for handle in state.workers if handle.up]
-            if all(connection is None or connection.servers == servers for connection in connections):
-                return
-            time.sleep(0.005)
-
-    def remove_server(self) -> None:
-        """Let go of the server with the highest index, which has nothing any more: its part of the job is over.
-
-        It is told so once all workers know. One that does not may ask it for what has moved, and would take a server
-        that knows nothing of the job for one that has lost it.
-        """
-
-        async def remove() -> PeerAddress:
-            server = self.servers[-1]
-            if self.dispatcher is not None:
-                self.dispatcher.servers.remove(server)
-            self.servers.pop()
-            self.tasks = [task for task in self.tasks if (task.role, task.index) != ("ps", server.peer.index)]
-            self.request.resized = True
-            moved = [other for other in self.request.moved_servers if other.index != server.peer.index]
-            del self.request.ps_addresses[-1], self.request.store_ids[-1], self.request.moved_servers[:]
-            self.request.moved_servers.extend(moved)
-            if self.dispatcher is not None:
-                self.dispatcher.state.servers_moved()
-            self.client.exchanges.remove_server()
-            await server.retire()
-            return server.peer
-
-        peer = loop.run(remove())
-        self.wait_for_workers(LEAVE_SECONDS)
-        loop.run(end_job(peer, self.request.job, "the server was removed from the job"))
-
-    def server_waits(self, claim: ServerClaim, peer: PeerAddress) -> None:
-        """Take note that a server has registered that the job does not have: it may be added. Errors as `claim`."""
-
-        async def note() -> bool:
-            if self.closed:
-                raise UnavailableError("the job is over: the server joins the next one")
-            return self._waiting.claim(claim, peer, time.monotonic())
-
-        if loop.run(note()):
-            logger.info("%s has registered, and waits until the script adds it: strategy.add_server()", peer)
-            self.event_log.record(peer.task, "note", "waits to be added to the job")
-
-    def waiting_servers(self) -> list[int]:
-        """Return the indices of servers that have registered and may be added."""
-
-        async def indices() -> list[int]:
-            return self._waiting.indices(time.monotonic())
-
-        return loop.run(indices())
-
-    def next_server(self, timeout: float) -> PeerAddress:
-        """Return a server with the next index that has registered; wait for one. UnavailableError if none comes."""
-
-        async def take(index: int) -> PeerAddress | None:
-            return self._waiting.take(index, time.monotonic())
-
-        end = time.monotonic() + timeout
-        while (peer := loop.run(take(self.client.num_servers))) is None:
-            self.client.exchanges.check_open()
-            if time.monotonic() >= end:
-                index, place = self.client.num_servers, self.spec.task_address("chief", 0)
-                raise UnavailableError(
-                    f"no server has registered as ps {index} within {timeout:g} s: start one with pscluster ps --join "
-                    f"{place} --task {index}, or give its address"
-                )
-            time.sleep(WAIT_PAUSE)
-        return peer
-
-    # Servers that return elsewhere: on the loop's thread, one at a time
-
-    def register_server(self, claim: ServerClaim, peer: PeerAddress, seen: PeerAddress, *, answers: bool) -> None:
-        """Take a server that has registered at the place of `peer`; `answers`: does one answer at `seen`?
-
-        BusyError if it is in the cluster, RefusedError if this is not the one; nothing has changed then.
-        """
-
-        async def take() -> None:
-            if self.closed:
-                raise UnavailableError("the job is over: the server joins the next one")
-            here = self.client.place_of(peer)
-            if here.address != seen.address:
-                raise UnavailableError(f"{peer.task} has just moved: it tries again")
-            server = next((server for server in self.servers or self.taking if server.peer.index == peer.index), None)
-            store_id, boot_id = (server.store_id, server.boot_id) if server is not None else (0, 0)
-            attached = server is not None and server.is_here
-            place = ServerPlace(peer.index, here.address, store_id, attached or answers, boot_id)
-            if moves(claim, place):
-                self._move_server(peer, server)
-
-        loop.run(take())
-
-    def _move_server(self, peer: PeerAddress, server: ServerAttachment | None) -> None:
-        """Dial a server there from now on, and have all others do so."""
-        logger.info("%s has registered, and is dialled there from now on", peer)
-        self.event_log.record(peer.task, "note", f"is at {peer.address} now")
-        reach("coordinator.move.before")
-        moved = [known for known in self.request.moved_servers if known.index != peer.index]
-        moved.append(node_pb2.ServerAddress(index=peer.index, address=peer.address, tls_name=peer.tls_name))
-        del self.request.moved_servers[:]
-        self.request.moved_servers.extend(moved)
-        self.tasks = [peer if (task.role, task.index) == ("ps", peer.index) else task for task in self.tasks]
-        self.client.move(peer)
-        if server is not None:
-            server.move(peer)
-        reach("coordinator.move.after")
-        if self.dispatcher is not None:
-            self.dispatcher.state.servers_moved()
-
-    def place_of(self, peer: PeerAddress) -> PeerAddress:
-        """Return where a task is by now."""
-        return self.client.place_of(peer) if peer.role == "ps" else peer
-
     # Tasks that are lost
 
     def unreachable(self) -> dict[PeerAddress, float]:
@@ -421,42 +263,6 @@ class JobContext:
         """Count what a server that was restored has lost. On the loop's thread."""
         dispatcher = self.dispatcher
         self.losses.begin(None if dispatcher is None else dispatcher.servers.report_seen([server.peer.index]))
-
-    # Terms: updates carry the one in which they were made. Servers that have a restored checkpoint's values refuse
-    # updates of earlier terms; on the others they are overwritten. If terms differ, a restore was broken off.
-
-    def begin_term(self, term: int) -> None:
-        """Send updates under this term, or a later one, from now on."""
-        self.client.updater.term = self.request.term = term
-        if self.dispatcher is not None:
-            self.dispatcher.state.term = term
-
-    @contextlib.contextmanager
-    def restoring(self, action: str) -> Iterator[int]:
-        """Give all servers other values within the block, under the term that it is given.
-
-        No function runs meanwhile. If the block raises, nothing is saved until another one has succeeded.
-        """
-        term = self.request.term + 1
-        self.half_restored = f"{action} was broken off: some parameter servers may have its values, and others not"
-        try:
-            yield term
-        finally:
-            self.begin_term(term)
-        for server in self.servers:
-            server.term = term
-        self.half_restored = ""
-
-    def check_restored(self) -> None:
-        """Raise CheckpointError if only some servers have a restored checkpoint's values."""
-        term, why = self.request.term, self.half_restored
-        if not why and (behind := [str(server.peer) for server in self.servers if server.term < term]):
-            why = f"{', '.join(behind)} came back with what was there before the last restore"
-        if why:
-            raise CheckpointError(
-                f"nothing is saved, because {why}: restore again, or keep the current values with "
-                "Checkpoint(strategy).give_up_restore()"
-            )
 
     # Beginning and end
 

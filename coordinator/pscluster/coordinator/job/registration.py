@@ -37,6 +37,7 @@ from typing import TypeAlias
 
 import grpc
 
+from pscluster.coordinator.job import servers
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.members import Claim
 from pscluster.coordinator.job.server_places import ServerClaim, check_index
@@ -206,7 +207,7 @@ class Registration:
         if index >= context.client.num_servers:
             if not context.connected:
                 raise UnavailableError("the job has not begun yet")
-            context.server_waits(claim, peer)
+            servers.note_waiting(context, claim, peer)
             return coordinator_pb2.RegisterReply(
                 index=index,
                 address=address,
@@ -216,7 +217,7 @@ class Registration:
             )
         present = context.client.place_of(peer)
         answers = not present.is_unregistered and present.address != address and self._is_at(present, context)
-        context.register_server(claim, peer, present, answers=answers)
+        servers.register(context, claim, peer, present, answers=answers)
         return coordinator_pb2.RegisterReply(
             index=index,
             address=context.client.place_of(peer).address,

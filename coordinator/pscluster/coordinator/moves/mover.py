@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pscluster.coordinator.job.context import HasJob, JobContext
+from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
 from pscluster.coordinator.moves.plan import Measure, Plan, VariableUse, make_plan, measured, misfit
@@ -116,7 +117,7 @@ class ShardMover:
                 f"there is no ps {target} to move {shard.name!r} to: there are {client.num_servers}"
             )
         with context.moving:
-            context.check_restored()
+            check_restored(context)
             (source,) = shard.owners
             if source == target:
                 return None

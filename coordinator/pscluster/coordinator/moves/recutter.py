@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pscluster.coordinator.job.context import HasJob
+from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
@@ -103,13 +104,13 @@ class Recutter:
         """
         context, client, begin = self._context, self._context.client, time.monotonic()
         with context.moving:
-            context.check_restored()
+            check_restored(context)
             client.directory()  # wait for a server that is down here, not while functions are paused
             for sender in list(context.senders):
                 sender.settle(HOLD_SECONDS)
             with context.placing, held(context), client.gate.closed(HOLD_SECONDS):
                 paused = time.monotonic()
-                context.check_restored()
+                check_restored(context)
                 course = self._course(cut, loads)
                 self._run(course)
                 end = time.monotonic()

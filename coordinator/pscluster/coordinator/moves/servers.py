@@ -23,7 +23,9 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from pscluster.coordinator.job import servers
 from pscluster.coordinator.job.context import JobContext
+from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import balanced
 from pscluster.coordinator.moves.mover import Moved, ShardMover, held
 from pscluster.core.errors import BusyError, MisuseError, UnavailableError
@@ -47,16 +49,16 @@ def add_server(context: JobContext, peer: PeerAddress, timeout: float, *, hold: 
         raise BusyError(f"{peer} holds a job already ({hello.job_name or 'unnamed'}): end that one, or start it anew")
     client = context.client
     with context.moving, context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
-        context.check_restored()
+        check_restored(context)
         if peer.index != client.num_servers:
             raise MisuseError(f"{peer} is not the next server: the job has {client.num_servers}, numbered from 0")
-        context.add_server(peer)
+        servers.add(context, peer)
         try:
-            context.wait_for_workers(timeout)
+            servers.wait_until_known(context, timeout)
             client.declare_all(peer.index)
             _resize(context, client.num_servers)
         except BaseException:
-            context.remove_server()
+            servers.remove_last(context)
             raise
         context.variables.resize(client.num_servers)
     logger.info("%s was added: the job has %d parameter servers", peer, client.num_servers)
@@ -87,7 +89,7 @@ def remove_server(context: JobContext, *, hold: bool = False) -> list[Moved]:
                         f"{task} still has copies of variables, for an evaluation that is under way: try again later"
                     )
                 _resize(context, last)
-                context.remove_server()
+                servers.remove_last(context)
         except BaseException:
             context.variables.resize(client.num_servers)
             raise
