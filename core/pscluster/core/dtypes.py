@@ -56,35 +56,45 @@ def array_of(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value)
 
 
-def as_array(value: npt.ArrayLike, variable: str, noun: str) -> npt.NDArray[Any]:
-    """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none."""
+def as_array(value: npt.ArrayLike, variable: str, noun: str, *, holder: str = "variable") -> npt.NDArray[Any]:
+    """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none.
+
+    `holder` says what has that name: it may be a table.
+    """
     if type(value) is np.ndarray:  # as nearly always in a step
         return value
     if is_masked_array(value) and np.ma.is_masked(value):
-        raise InvalidUpdateError(f"variable {variable!r}: the {noun} has masked elements: fill them with .filled(...)")
+        raise InvalidUpdateError(f"{holder} {variable!r}: the {noun} has masked elements: fill them with .filled(...)")
     try:
         return array_of(value)
     except (ValueError, TypeError) as error:  # such as a ragged list
-        raise InvalidUpdateError(f"variable {variable!r}: the {noun} {is_or_are(noun)} not an array: {error}") from None
+        raise InvalidUpdateError(f"{holder} {variable!r}: the {noun} {is_or_are(noun)} not an array: {error}") from None
 
 
 def converted(
-    value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, noun: str, *, overflow: bool = False
+    value: npt.ArrayLike,
+    dtype: np.dtype[Any],
+    variable: str,
+    noun: str,
+    *,
+    overflow: bool = False,
+    holder: str = "variable",
 ) -> npt.NDArray[Any]:
     """Convert a value to the dtype of the variable that it is for.
 
     Integers may change to another integer type that holds all of them; arrays may gain precision and, among floats,
     lose some, as with NumPy's in-place operators. With `overflow`, values too large for a narrower float become
-    infinity, as gradients may. Raise InvalidUpdateError if values would be lost, or the value is not an array.
+    infinity, as gradients may. Raise InvalidUpdateError if values would be lost, or the value is not an array; it names
+    the variable, or whatever the `holder` of the values is.
     """
-    array = as_array(value, variable, noun)
+    array = as_array(value, variable, noun, holder=holder)
     if array.dtype == dtype:
         return array
     if _kind(array.dtype) in "iu" and _kind(dtype) in "iu":
         limits = np.iinfo(dtype)
         if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
             raise InvalidUpdateError(
-                f"variable {variable!r} is {dtype.name}, which holds {limits.min}..{limits.max}, but the "
+                f"{holder} {variable!r} is {dtype.name}, which holds {limits.min}..{limits.max}, but the "
                 f"{noun} {'lie' if is_or_are(noun) == 'are' else 'lies'} in {array.min()}..{array.max()}"
             )
     # NumPy's rule "same_kind", plus bfloat16; but a bool does not count as a number here, nor a number as a bool.
@@ -94,7 +104,7 @@ def converted(
         if _kind(array.dtype) in "biufc":
             mend = f"convert it with .astype({dtype.name!r}) if that is meant"
         raise InvalidUpdateError(
-            f"variable {variable!r} is {dtype.name}, but the {noun} {is_or_are(noun)} "
+            f"{holder} {variable!r} is {dtype.name}, but the {noun} {is_or_are(noun)} "
             f"{dtype_name(array.dtype)}{shown}: {mend}"
         )
     with np.errstate(over="ignore"):
@@ -103,7 +113,7 @@ def converted(
         lost = ~np.isfinite(result) & np.isfinite(array)
         if lost.any():
             first = array[lost].reshape(-1)[0]
-            raise InvalidUpdateError(f"variable {variable!r} is {dtype.name}, which can't hold {first} of the {noun}")
+            raise InvalidUpdateError(f"{holder} {variable!r} is {dtype.name}, which can't hold {first} of the {noun}")
     return result
 
 

@@ -160,7 +160,7 @@ def string_ids(ids: npt.ArrayLike, name: str, most: int) -> Strings:
         except ValueError as error:
             raise InvalidUpdateError(f"table {name!r}: ids are not an array: {error}") from None
     else:
-        array = as_array(ids, name, "ids")
+        array = as_array(ids, name, "ids", holder="table")
     if not array.size:
         return np.empty(array.shape, "S1")
     if array.dtype.kind == "U":

@@ -63,7 +63,7 @@ def table_ids(ids: npt.ArrayLike, name: str, id_bytes: int = 0) -> RowIds:
     """
     if id_bytes:
         return string_ids(ids, name, id_bytes)
-    array = as_array(ids, name, "ids")
+    array = as_array(ids, name, "ids", holder="table")
     if array.size and array.dtype.kind in "USOT" and isinstance(first := array.reshape(-1)[0], str | bytes):
         raise InvalidUpdateError(
             f"table {name!r}: ids must be integers, but the first is {array.reshape(-1)[:1].tolist()[0]!r:.60}, "

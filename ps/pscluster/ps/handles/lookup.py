@@ -77,10 +77,10 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
     if params.id_bytes:  # NumPy would make strings of numbers beside them
         ids: list[Array] = [params.row_ids(bag) for bag in bags]
     else:
-        ids = [as_array(bag, params.name, "bag of ids") for bag in bags]
+        ids = [as_array(bag, params.name, "bag of ids", holder=params.holder) for bag in bags]
     lengths = np.array([bag.size for bag in ids], np.int64)
     flat = _flat(ids)
-    scale = np.ones(len(flat)) if weights is None else _weights(weights, lengths, params.name)
+    scale = np.ones(len(flat)) if weights is None else _weights(weights, lengths, params)
     rows = _distinct([(params, flat)])[0]
     shape = (-1, *(1 for _ in params.shape[1:]))
     summed_in = _sums_of(rows.dtype, weighted=weights is not None or combiner != "sum")
@@ -125,14 +125,14 @@ def safe_embedding_lookup_sparse(
     """
     if not isinstance(embedding_weights, Variable):
         raise TypeError(f"safe_embedding_lookup_sparse takes one variable, not {type_of(embedding_weights)}")
-    name = embedding_weights.name
+    name, holder = embedding_weights.name, embedding_weights.holder
     if embedding_weights.id_bytes:
         raise InvalidUpdateError(f"{name!r} has ids that are strings, of which none is padding: use embedding_bag")
-    bags = [as_array(bag, name, "bag of ids").reshape(-1) for bag in sparse_ids]
+    bags = [as_array(bag, name, "bag of ids", holder=holder).reshape(-1) for bag in sparse_ids]
     weights: list[Array] | None = None
     if sparse_weights is not None:
-        weights = [as_array(bag, name, "weights").reshape(-1) for bag in sparse_weights]
-        _weights(weights, np.array([bag.size for bag in bags], np.int64), name)
+        weights = [as_array(bag, name, "weights", holder=holder).reshape(-1) for bag in sparse_weights]
+        _weights(weights, np.array([bag.size for bag in bags], np.int64), embedding_weights)
     for at, bag in enumerate(bags):
         kept = bag >= 0
         if weights is not None and combiner != "sum":
@@ -152,11 +152,12 @@ def _flat(arrays: Sequence[Array]) -> Array:
     return np.concatenate([array.reshape(-1) for array in arrays if array.size] or [np.empty(0, np.int64)])
 
 
-def _weights(weights: Bags, lengths: npt.NDArray[np.int64], name: str) -> Array:
-    arrays = [as_array(bag, name, "weights") for bag in weights]
+def _weights(weights: Bags, lengths: npt.NDArray[np.int64], params: Variable) -> Array:
+    name, holder = params.name, params.holder
+    arrays = [as_array(bag, name, "weights", holder=holder) for bag in weights]
     if [bag.size for bag in arrays] != lengths.tolist():
-        raise InvalidUpdateError(f"variable {name!r}: weights must have the same lengths as the bags of ids")
-    return converted(_flat(arrays), np.dtype(np.float64), name, "weights")
+        raise InvalidUpdateError(f"{holder} {name!r}: weights must have the same lengths as the bags of ids")
+    return converted(_flat(arrays), np.dtype(np.float64), name, "weights", holder=holder)
 
 
 def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:

@@ -41,6 +41,7 @@ class ShardRequests:
     """What the servers hold of a variable, and the requests about its shards."""
 
     name: str
+    holder = "variable"  # what messages call it
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     client: PsClient  # reads and updates it
@@ -235,7 +236,9 @@ class ShardRequests:
         """Return the flat ids of an update of rows, and the rows, of shape (ids, ...) and the variable's type."""
         self._check_writable()
         ids, row_shape = self._ids_of(slices), self.shape[1:]
-        values = converted(slices.values, self.dtype, self.name, "values of the rows", overflow=bool(optimizer))
+        values = converted(
+            slices.values, self.dtype, self.name, "values of the rows", overflow=bool(optimizer), holder=self.holder
+        )
         rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows", broadcast=not optimizer)
         check_kind(kind, self.dtype, self.name)
         return ids.reshape(-1), rows.reshape(ids.size, *row_shape)
@@ -282,9 +285,9 @@ class ShardRequests:
         return IndexedSlices(rows, ids)
 
     def _floats(self, value: npt.ArrayLike, argument: str, shape: tuple[int, ...]) -> Array:
-        array = as_array(value, self.name, argument)
+        array = as_array(value, self.name, argument, holder=self.holder)
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            array = converted(value, self.dtype, self.name, argument, overflow=True)
+            array = converted(value, self.dtype, self.name, argument, overflow=True, holder=self.holder)
         return self._shaped(array, shape, argument, broadcast=False)
 
     def shard_row_update(
@@ -346,7 +349,8 @@ class ShardRequests:
         """Raise TypeError unless these are `IndexedSlices`, InvalidUpdateError if those of another variable."""
         if not (hasattr(slices, "indices") and hasattr(slices, "values")):
             raise TypeError(
-                f"variable {self.name!r}: an update of rows is an IndexedSlices(values, indices), not {type_of(slices)}"
+                f"{self.holder} {self.name!r}: an update of rows is an IndexedSlices(values, indices), "
+                f"not {type_of(slices)}"
             )
         dense = getattr(slices, "dense_shape", None)
         if dense is not None and tuple(np.asarray(dense).reshape(-1).tolist()) != self.shape:
@@ -368,7 +372,7 @@ class ShardRequests:
         except ValueError:
             pass
         raise InvalidUpdateError(
-            f"variable {self.name!r}: the {argument} {'have' if is_or_are(argument) == 'are' else 'has'} shape "
+            f"{self.holder} {self.name!r}: the {argument} {'have' if is_or_are(argument) == 'are' else 'has'} shape "
             f"{array.shape}, but must have shape {shape}"
         )
 

@@ -175,6 +175,8 @@ class EmbeddingTable(Variable):
         self._optimizer_name, self._optimizer = spec.table.optimizer, None
         self.shape = 0 if spec.table.grows else self.partition.shape[0], self.dim
 
+    holder = "table"
+
     # What it is
 
     def __repr__(self) -> str:
