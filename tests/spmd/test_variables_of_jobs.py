@@ -43,7 +43,9 @@ def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path
             adam = optimizers.Adam(0.1, mesh=mesh, name="adam")
             manager = CheckpointManager(str(tmp_path), strategy=strategy)
             if restore:
+                before = v + 1
                 manager.restore_or_initialize()
+                assert np.array_equal(before.full(), np.ones((7, 4))), "what was read before it is of that moment"
             for _ in range(2):
                 adam.apply_gradients([(v * 2, v)])
             if not restore:
@@ -85,8 +87,7 @@ def test_a_checkpoint_while_a_function_has_failed(cluster: LocalCluster, tmp_pat
         with pytest.raises(KeyError, match="this one"):
             coordinator.join()
         manager.save().result()
-        v.assign(v * 0)
-        spmd.barrier(mesh)
+        v.assign_add(v)  # before the restore, which takes its place
         manager.restore_or_initialize()
         assert np.array_equal(v.full(), 2 * W)
 

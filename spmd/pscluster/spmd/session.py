@@ -313,14 +313,14 @@ class Session:
         self.flush()
         self._wait(timeout)
 
-    def settle(self, timeout: float) -> None:
-        """Send what is recorded if variables have been updated, and wait until everything has ended.
+    def settle(self, timeout: float, *, reads: bool = False) -> None:
+        """Send what is recorded if variables have been updated, or with `reads`; wait until everything has ended.
 
         Raises no error of what was computed: the next fetch does. But the error of a scheduled function, if that has
         not been raised: until then nothing can be sent, and what is recorded stays so. WaitTimeoutError after `timeout`
         seconds.
         """
-        if not self._has_updated:
+        if not (self._has_updated or reads):
             return
         with self._sending:
             self._reap()

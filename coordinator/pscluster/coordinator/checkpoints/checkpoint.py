@@ -160,7 +160,8 @@ class Checkpoint(StaysHere):
                 state. If False, they stay as they are.
 
         Raises:
-            WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`. Nothing was changed.
+            WaitTimeoutError: functions that have begun, or operations on global arrays, have not ended after
+                `barrier_timeout`. Nothing was changed.
             MisuseError: functions that have parts of distributed datasets have not ended. Nothing was changed.
             CheckpointError: it is damaged, of another program, or does not fit. Nothing was changed.
             UnavailableError: a server was lost. If that was during the last step, others may have the checkpoint's
@@ -184,6 +185,8 @@ class Checkpoint(StaysHere):
                 many,
                 *last or [""],
             )
+        for sender in list(context.senders):  # what was asked for before is of the values before
+            sender.settle(self.barrier_timeout, reads=True)
         with context.placing:  # the plan goes by where the shards are
             requests = self._plan(index, path, progress)
             for request in requests.values():

@@ -68,10 +68,13 @@ class Saver(Protocol):
 
 
 class Sender(Protocol):
-    """What updates variables later than it is told to: a checkpoint has its updates, too."""
+    """What reads and updates variables later than it is told to: before a checkpoint, or a restore, if told by then."""
 
-    def settle(self, timeout: float) -> None:
-        """Wait until all updates that were asked for are applied, or have failed. WaitTimeoutError after that time."""
+    def settle(self, timeout: float, *, reads: bool = False) -> None:
+        """Wait until all updates that were asked for are applied, or have failed; with `reads`, all reads as well.
+
+        WaitTimeoutError after `timeout` seconds.
+        """
 
 
 @dataclass(eq=False, repr=False)
