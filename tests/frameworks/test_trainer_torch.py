@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from tests.frameworks.test_from_ddp import EXAMPLES, losses_and_accuracy, losses_and_accuracy_of_ddp
 from tests.roles.processes import run
 
@@ -39,6 +40,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.timeout(300)  # sixteen processes import torch
 def test_a_script_of_ddp_runs_unchanged(tmp_path: Path) -> None:
     """It prints what it prints under torchrun; also if all had to begin again."""
     script = str(EXAMPLES / "digits_ddp.py")

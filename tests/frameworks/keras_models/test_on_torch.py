@@ -16,6 +16,7 @@ NAMES = (
 )
 
 
+@pytest.mark.timeout(600)  # some twenty tests in a process of their own, each with the limit of any test
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="this is it")
 def test_what_depends_on_the_backend_also_holds_on_torch() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", NAMES]
