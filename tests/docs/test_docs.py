@@ -108,6 +108,21 @@ def flat(value: object) -> str:
     return " ".join(str(value).split())
 
 
+class _Noting(ast.NodeTransformer):
+    """Has the left side of every `<` and `>` noted, so that a failure tells how far from its limit a value was."""
+
+    def visit(self, node: ast.AST) -> Any:
+        """Leave what is in a scope of its own, and may be sent to a worker."""
+        return node if isinstance(node, ast.Lambda | ast.GeneratorExp | ast.ListComp) else super().visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        self.generic_visit(node)
+        if isinstance(node.ops[0], ast.Lt | ast.Gt):
+            arguments: list[ast.expr] = [ast.Constant(ast.unparse(node.left)), node.left]
+            node.left = ast.Call(ast.Name("_noted", ast.Load()), arguments, [])
+        return ast.fix_missing_locations(node)
+
+
 def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
     """Run a statement, and check that its result is what the document says."""
     node, where = statement.node, f"{name}:{statement.line}"
@@ -116,8 +131,11 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
             stack.enter_context(namespace["strategy"].scope())
         if statement.result is not None:
             assert isinstance(node, ast.Expr), f"{where}: only an expression has a result"
-            value = eval(compile(ast.Expression(node.value), name, "eval", dont_inherit=True), namespace)
-            assert flat(value) == flat(statement.result), where
+            compared: dict[str, Any] = {}
+            expression = _Noting().visit(ast.Expression(node.value))
+            noted = {"_noted": lambda text, value: compared.update({text: value}) or value}
+            value = eval(compile(expression, name, "eval", dont_inherit=True), namespace, noted)
+            assert flat(value) == flat(statement.result), f"{where} {compared or ''}"
             return
         code = compile(ast.Module([node], []), name, "exec", dont_inherit=True)
         if statement.error is None:
@@ -167,6 +185,12 @@ WRONG = [
     ("[][0]", IndexError),
     ("print(1)\n```\n\nprints\n\n    2", AssertionError),
 ]
+
+
+def test_what_was_compared_is_told() -> None:
+    (statement,) = statements("```python\nmax(losses) < 0.1, 2 > 1  # -> (True, True)\n```\n")
+    with pytest.raises(AssertionError, match=r"a document:2 \{'max\(losses\)': 0\.3, '2': 2\}"):
+        execute(statement, "a document", {"losses": [0.2, 0.3]})
 
 
 @pytest.mark.parametrize(("line", "error"), WRONG, ids=[line for line, _ in WRONG])
