@@ -41,7 +41,7 @@ def main() -> None:
         data = coordinator.distribute_dataset((images[:1400], labels[:1400])).shuffle(seed=1).batch(64)
         test = coordinator.distribute_dataset((images[1400:], labels[1400:])).batch(64)
         stop = callbacks.EarlyStopping(monitor="val_loss", patience=3)
-        coordinator.fit(served, data, epochs=6, validation_data=test, callbacks=[stop])
+        coordinator.fit(served, data, epochs=20, validation_data=test, callbacks=[stop])
         accuracy = coordinator.evaluate(served, test)["accuracy"]
         for path in sys.argv[1:]:
             served.to_keras().save(path)
