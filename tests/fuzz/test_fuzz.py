@@ -83,5 +83,5 @@ def test_some_inputs(decoders: Mapping[str, Decoder], name: str) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_other_inputs(decoders: Mapping[str, Decoder], name: str, source: random.Random) -> None:
-    """Other inputs are tried in every run, and a finding is reduced."""
+    """Other inputs are tried in every run (with CI set: the same), and a finding is reduced."""
     decoders[name].try_(made(decoders[name], source))

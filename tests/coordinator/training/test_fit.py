@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,7 @@ def test_a_step_that_fails(coordinator: ClusterCoordinator, model: Counted, data
     def fails(numbers: Array) -> None:
         if 17 in numbers:
             raise KeyError("seventeen")
+        time.sleep(0.03)  # lest the other worker have done all others before the error is known
 
     recorder = Recorder()
     with pytest.raises(KeyError, match="seventeen") as raised:
