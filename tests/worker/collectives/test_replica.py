@@ -29,6 +29,8 @@ from pscluster.worker.collectives.links import Link
 from pscluster.worker.collectives.mailbox import ROOM_BYTES
 
 LARGE = 300_000
+SILENT_SECONDS = 0.3
+"""How long a worker may be silent: many times longer than its answer takes on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -382,8 +384,8 @@ def test_a_member_whose_function_does_not_start(
     three: list[Host], generation: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is awaited while its worker answers, and the log names it, until the others are told to stop."""
-    others = Running(three, (total, None, total), generation=generation, timeout=0.1)
-    expected = "replica 0 waits: replica 1 has sent nothing for 0.1 s, though its worker answers: it computes, or hangs"
+    others = Running(three, (total, None, total), generation=generation, timeout=SILENT_SECONDS)
+    expected = "replica 0 waits: replica 1 has sent nothing for 0.3 s, though its worker answers: it computes, or hangs"
     until(lambda: caplog.messages.count(expected) > 1, "it is named")
     for context in others.contexts:
         context.cancel()
@@ -407,7 +409,7 @@ def test_a_member_that_computes_is_awaited(
             begun.wait(60)
         return float(replica.broadcast(np.full(20 * LARGE, replica.replica_id + 1.0))[0])
 
-    both = Running(four[:2], (step, step), generation=generation, timeout=0.1)
+    both = Running(four[:2], (step, step), generation=generation, timeout=SILENT_SECONDS)
     if sends:
         links = four[0].job.membership._ways.links
         until(lambda: [link for link in links if isinstance(link, Link) and link._liveness.answered], "it is probed")
