@@ -71,6 +71,7 @@ class Output:
     text: str = ""
     error: str = ""
     shown: list[str] = field(default_factory=list)
+    updates: list[str] = field(default_factory=list)
 
     @property
     def value(self) -> str:
@@ -118,6 +119,8 @@ class Notebook:
                     output.result = content["data"]
                 case "display_data":
                     output.shown.append(content["data"].get("text/html", ""))
+                case "update_display_data":
+                    output.updates.append(content["data"].get("text/plain", ""))
                 case "error":
                     output.error = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
                 case "status" if content["execution_state"] == "idle":
@@ -218,11 +221,13 @@ def test_interrupted(notebook: Notebook, wait: str) -> None:
 
 
 def test_training(notebook: Notebook) -> None:
-    """Progress is a line; Ctrl-C ends a training once the running steps have, and the cluster goes on."""
+    """Progress is an output that is updated; Ctrl-C ends a training once the running steps have, not the cluster."""
     notebook.run("SIZE = 1\n" + MODEL)
     told = notebook.run("EXAMPLES, EPOCHS = 6, 2\n" + FIT)
     assert not told.error
-    assert re.search(r"epoch 2/2 +6 steps in .* s  loss 0\.5", "".join(told.shown))
+    assert re.search(r"epoch 2/2 +6 steps in .* s  loss 0\.5", told.shown.pop())
+    assert len(told.shown) == 3, "a line and a summary for each epoch"
+    assert re.search(r"epoch 2/2  loss 0\.5000 .*\D6/6\D", told.updates[-1])
     assert told.text.count("begun") == 12
     assert notebook.run("w.numpy().tolist()").value == "[12.0]"
     run = notebook.begin("EXAMPLES, EPOCHS = 100_000, 9\n" + FIT)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import re
 import signal
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from rich.console import Console
 from tests.conftest import NUM_WORKERS
 from tests.faults.steps import die_once, first_time, note
 from tests.faults.support import running_job
@@ -31,7 +28,6 @@ from pscluster.coordinator import (
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
-    ProgressLine,
     RemoteValue,
     SimpleClusterResolver,
     Variable,
@@ -757,53 +753,6 @@ def test_a_live_line(
     assert re.search(r"epoch 1/1 +loss \d+\.\d{4} +twice", text)
     assert "8/8" in text
     assert re.fullmatch(END, text.strip().splitlines()[-1].strip())
-
-
-NOTEBOOK = {
-    "IPython/__init__.py": "",
-    "IPython/display.py": """
-        shown = []
-        display = shown.append
-    """,
-    "ipywidgets.py": """
-        from contextlib import nullcontext
-
-        class Output(nullcontext):
-            cleared = 0
-
-            def clear_output(self, wait):
-                self.cleared += 1
-    """,
-}
-
-
-@pytest.fixture(params=["with ipywidgets", "without"])
-def notebook(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """What is displayed. Stands for IPython and ipywidgets, of which rich uses this much."""
-    (tmp_path / "IPython").mkdir()
-    for name, source in NOTEBOOK.items():
-        if request.param == "with ipywidgets" or name != "ipywidgets.py":
-            (tmp_path / name).write_text(textwrap.dedent(source))
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "IPython"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield importlib.import_module("IPython.display").shown
-    for name in ("IPython", "IPython.display", "ipywidgets"):
-        sys.modules.pop(name, None)
-
-
-def test_a_notebook(coordinator: ClusterCoordinator, notebook: list[Any]) -> None:
-    """With what rich needs there, the line is live; without it there are plain ones."""
-    with ProgressLine(coordinator, 3, Console(force_jupyter=True), label="epoch 1/1") as line:
-        for _ in range(3):
-            line.update(1, loss=0.5)
-    texts = [shown.text for shown in notebook if hasattr(shown, "text") and shown.text.strip()]
-    assert "loss 0.5000" in texts[-1]
-    assert "3/3" in texts[-1]
-    widgets = [widget for widget in notebook if hasattr(widget, "cleared")]
-    assert len(widgets) == any("\u2501" in text for text in texts), "with a bar"
-    assert len(widgets) == (importlib.util.find_spec("ipywidgets") is not None)
-    assert all(widget.cleared > 1 for widget in widgets)
 
 
 def test_progress_over_what_is_skipped(

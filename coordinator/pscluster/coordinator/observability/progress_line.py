@@ -1,13 +1,16 @@
-"""A progress line: live in a terminal, and in a notebook with ipywidgets; elsewhere a plain line every two seconds."""
+"""A progress line: live in a terminal and in a notebook; elsewhere a plain line every two seconds.
+
+In a notebook it is an output of the cell that is updated, not a widget: that needs no ipywidgets, catches nothing that
+others print meanwhile, stays in the saved notebook, and goes when the cell runs again.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
@@ -20,6 +23,7 @@ if TYPE_CHECKING:  # imported where something is shown: most scripts show nothin
 
 PLAIN_SECONDS = 2.0
 LIVE_SECONDS = 0.05
+NOTEBOOK_SECONDS = 0.2
 
 
 def choose_console() -> Console:
@@ -71,8 +75,8 @@ class ProgressLine:
         self._tells = tells
         self._shown_at = -math.inf
         self._live: Progress | None = None
-        can_update = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-        if self._console.is_terminal or can_update:
+        self._display: Any = None  # IPython's handle of the output, in a notebook
+        if self._console.is_terminal or self._console.is_jupyter:
             from rich.progress import (
                 BarColumn,
                 MofNCompleteColumn,
@@ -90,17 +94,24 @@ class ProgressLine:
                 TimeRemainingColumn(),
                 console=self._console,
                 transient=False,
+                auto_refresh=not self._console.is_jupyter,  # by a thread
             )
             self._task = self._live.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Self:
-        if self._live is not None:
+        if self._live is not None and self._console.is_jupyter:
+            from IPython.display import display
+
+            self._display = display(self._live, display_id=True)
+        elif self._live is not None:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.refresh()  # the end of a notebook's output shows the last refresh
+        if self._display is not None:
+            self._display.update(self._live)
+        elif self._live is not None:
+            self._live.refresh()
             self._live.stop()
 
     def update(
@@ -117,7 +128,7 @@ class ProgressLine:
             training = Training(self._label.strip(), self._done, self._total, self._unit, shown)
             self._coordinator.context.event_log.trained(training, steps=steps, examples=examples)
         now = time.monotonic()
-        if now - self._shown_at < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
+        if now - self._shown_at < self._pause and self._done != self._total:
             return
         self._shown_at = now
         text = self._text(shown, now - self._begin)
@@ -125,10 +136,19 @@ class ProgressLine:
             from rich.markup import escape
 
             self._live.update(self._task, completed=self._done, description=escape(self._label + text))
+            if self._display is not None:
+                self._display.update(self._live)
         else:
             of = "" if self._total is None else f"/{self._total}"
             line = f"{self._label}{self._unit} {self._done}{of}  {text}"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @property
+    def _pause(self) -> float:
+        """The least seconds between two updates of what is shown."""
+        if self._display is not None:
+            return NOTEBOOK_SECONDS
+        return PLAIN_SECONDS if self._live is None else LIVE_SECONDS
 
     def _text(self, shown: Mapping[str, float], seconds: float) -> str:
         done, unit = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
