@@ -530,6 +530,60 @@ def test_a_module_that_is_another_one_on_the_worker_is_refused(coordinator: Clus
     assert "serve it again after a change" in message
 
 
+def test_a_block_can_not_change_which_parameters_there_are(coordinator: ClusterCoordinator) -> None:
+    served = serve(Tied, optimizer=optimizers.SGD(0.1), tables=["fixed"])
+
+    def add(module: Any) -> None:
+        module.unused.scale = torch.nn.Parameter(torch.ones(2))
+
+    def add_module(module: Any) -> None:
+        module.unused.extra = torch.nn.Linear(2, 2)
+
+    def remove(module: Any) -> None:
+        module.unused.bias = None
+
+    def replace(module: Any) -> None:
+        module.unused.weight = torch.nn.Parameter(torch.ones(3, 2))
+
+    def thaw(module: Any) -> None:
+        module.requires_grad_(True)
+
+    for use, message in (
+        (add, "(added 'unused.scale')"),
+        (add_module, "(added 'unused.extra.weight', added 'unused.extra.bias')"),
+        (remove, "(removed 'unused.bias')"),
+        (replace, "(replaced 'unused.weight'), and only those that were served are trained: nothing is pushed"),
+        (thaw, "the block trains 'fixed.weight', and this was frozen"),
+    ):
+        assert message in failing(coordinator, served, use)
+
+    def step() -> list[bool]:
+        with served.step() as module:
+            module.unused.helper = torch.nn.Tanh()  # without parameters
+        with served.evaluation() as module:
+            return [parameter.requires_grad for parameter in module.parameters()]
+
+    assert coordinator.schedule(step).fetch() == [True, False, True, True]
+    check_same(served, Tied(), tolerance=0)
+
+
+def test_what_a_block_freezes_is_frozen_for_it_alone(coordinator: ClusterCoordinator) -> None:
+    served = serve(Recommender, optimizer=optimizers.SGD(0.1), tables=["emb"])
+
+    def train(batch: Batch) -> bool:
+        with served.step() as module:
+            module.requires_grad_(False)
+            module.net[3].requires_grad_()
+            loss_of(module, [torch.as_tensor(array) for array in batch]).backward()
+        with served.step() as module:
+            return all(parameter.requires_grad for parameter in module.parameters())
+
+    assert coordinator.schedule(train, args=(batches(1)[0],)).fetch()
+    state, before = served.state_dict(), Recommender().state_dict()
+    changed = [name for name, value in state.items() if not torch.equal(value, before[name])]
+    assert {name for name in changed if "net.1." not in name} == {"net.3.weight", "net.3.bias"}
+
+
 def test_the_whole_of_a_table_can_not_be_used(coordinator: ClusterCoordinator) -> None:
     served = serve(Recommender, optimizer=optimizers.SGD(0.1), tables=["emb"])
     for use in (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class LocalModule:
                 replacement = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
                 structure.replace(name, replacement)
         self._on_cpu = {name: tensor.device.type == "cpu" for name, tensor in structure.parameters.items()}
+        tables = {name: table.weight for name, table in self.tables.items()}
+        self._parameters: dict[str, Any] = structure.parameters | tables
+        self._trained = {name: tensor.requires_grad for name, tensor in self._parameters.items()}
+        self._parts = list(self.module.modules())
+        self._held = _held_by(self._parts)
         self._buffers_read: list[bytes] = []
 
     def _check(self, served: ServedModule, structure: Structure) -> None:
@@ -108,6 +113,25 @@ class LocalModule:
         for name, (_, flat), array in zip(names, wanted, rows, strict=True):
             self.tables[name].give_rows(flat, array)
 
+    def check(self, served: ServedModule) -> None:
+        """Raise MisuseError if the block has changed which parameters there are, or trains one that was frozen."""
+        if _held_by(self._parts) != self._held:
+            made, now = Structure(parameters=self._parameters), Structure.of(self.module)
+            if differences := made.differences(now):
+                raise MisuseError(
+                    f"the block has changed which parameters its module has ({', '.join(differences[:5])}), and only "
+                    "those that were served are trained: nothing is pushed. Make such changes in the function that "
+                    "makes the module, and serve it again"
+                )
+            self._parts = list(self.module.modules())
+            self._held = _held_by(self._parts)
+        if thawed := [name for name in served.frozen if self._parameters[name].requires_grad]:
+            raise MisuseError(
+                f"the block trains {', '.join(map(repr, thawed[:5]))}, and this was frozen (requires_grad=False) when "
+                "it was served, so it has no optimizer: nothing is pushed. Serve it with requires_grad, and freeze it "
+                "in the blocks that shall not train it"
+            )
+
     def gradients(self, served: ServedModule) -> list[Applied]:
         """Return the gradients of each optimizer.
 
@@ -127,7 +151,8 @@ class LocalModule:
                         continue
                     values = gradient.values
                 elif (tensor := self._structure.parameters[name].grad) is None:
-                    missing.append(name)
+                    if self._structure.parameters[name].requires_grad:
+                        missing.append(name)
                     continue
                 else:
                     gradient = values = array_of(tensor)
@@ -169,19 +194,32 @@ class LocalModule:
         return added, assigned
 
     def end(self) -> None:
-        """Let go of gradients and rows."""
+        """Let go of gradients and rows, and of what the block has frozen."""
         for parameter in self._structure.parameters.values():
             parameter.grad = None
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad != self._trained[name]:
+                parameter.requires_grad_(self._trained[name])
         for table in self.tables.values():
             table.end()
 
     def _buffer(self, name: str) -> Any:
         owner = self._structure.owners[name][0]
-        return owner.module._buffers[owner.attribute]
+        if (buffer := owner.module._buffers.get(owner.attribute)) is None:
+            raise MisuseError(
+                f"the block has removed the buffer {name!r} of its module, which was served: nothing is pushed. Remove "
+                "it in the function that makes the module, and serve it again"
+            )
+        return buffer
 
     def _set_buffer(self, name: str, tensor: torch.Tensor) -> None:
         for owner in self._structure.owners[name]:
             owner.module._buffers[owner.attribute] = tensor
+
+
+def _held_by(parts: Sequence[nn.Module]) -> list[int]:
+    """Return which parameters and parts these parts have, as quickly as each step needs it."""
+    return [id(held) for part in parts for held in (*part._parameters.values(), *part._modules.values())]
 
 
 def module_of(make: Callable[[], Any]) -> nn.Module:

@@ -57,6 +57,12 @@ class ServedModule(Sent):
         return {name: variable for name, variable in self.parameters.items() if name not in self.tables}
 
     @cached_property
+    def frozen(self) -> list[str]:
+        """The parameters that no optimizer trains: they were served with `requires_grad=False`."""
+        trained = {name for _, names in self.groups for name in names}
+        return [name for name in self.parameters if name not in trained]
+
+    @cached_property
     def pool(self) -> Pool:
         """The modules made in this process; for internal use."""
         return pool_of(self.key)
@@ -74,7 +80,7 @@ class ServedModule(Sent):
         Gradients are zero when the block begins; several `backward()` add up. Frozen parameters, and those without a
         gradient, are not pushed; nothing is if the block raises. What the block does to gradients counts, such as
         `torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)`, also for the rows of tables. What it does to
-        parameters does not.
+        parameters does not; what it freezes, by `requires_grad_(False)`, is frozen for this block.
 
         Buffers are pushed as well, if the block has changed them: to integer ones the difference is added, so that
         `num_batches_tracked` counts the steps of all workers; of others the value of the step that ended last stays.
@@ -90,12 +96,14 @@ class ServedModule(Sent):
             The module, in the mode (training or evaluation) in which its function made it. It is this block's alone.
 
         Raises:
-            MisuseError: the module made on this worker is not the one that was served.
+            MisuseError: the module made on this worker is not the one that was served; or the block has added, removed
+                or replaced a parameter, or trains one that was frozen when it was served. Nothing was pushed.
             InvalidUpdateError: NaN or infinity in a gradient, with `check_numerics`; an id that is no row of its table.
         """
         local = self.pool.take(self, self.maker)
         local.begin(self, ids or {})
         yield local.module
+        local.check(self)
         gradients = local.gradients(self)
         added, assigned = local.changed_buffers(self)
         apply_all(gradients, examples=examples, add=added, assign=assigned)
@@ -121,6 +129,7 @@ class ServedModule(Sent):
         local.module.eval()
         with torch.no_grad():
             yield local.module
+        local.check(self)
         for part, mode in modes:
             part.training = mode
         local.end()

@@ -75,6 +75,13 @@ class Structure:
         if not any(owner.module is other.module and owner.attribute == other.attribute for other in owners):
             owners.append(owner)
 
+    def differences(self, other: Structure) -> list[str]:
+        """Return in words which parameters another state of this module has otherwise."""
+        now = other.parameters
+        found = [f"added {name!r}" for name in now if name not in self.parameters]
+        found += [f"removed {name!r}" for name in self.parameters if name not in now]
+        return found + [f"replaced {name!r}" for name, of in self.parameters.items() if now.get(name, of) is not of]
+
     def replace(self, name: str, tensor: Any) -> None:
         """Put another parameter in the place of one, in all modules that have it."""
         self.parameters[name] = tensor

@@ -33,7 +33,8 @@ from pscluster.torch.tensors import array_of, tensor_of
 _KNOWN_WITHOUT_VALUES = frozenset(
     [
         *(torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__),
-        *(torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__),
+        *(torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_),
+        *(torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__),
         *(torch.Tensor.ndim.__get__, torch.Tensor.layout.__get__, torch.Tensor.is_sparse.__get__),
         *(torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__),
         *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.__len__),
@@ -41,7 +42,7 @@ _KNOWN_WITHOUT_VALUES = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.__hash__),
     ]
 )
-"""What may be asked of a table's weight."""
+"""What may be asked of a table's weight, and set."""
 
 
 class TableWeight(nn.Parameter):  # type: ignore[misc]  # untyped where torch is not installed
@@ -127,8 +128,7 @@ class Table:
         self.name = name
         self._device = like.device if like.device.type != "meta" else torch.device("cpu")
         none = torch.zeros((1, 1), dtype=like.dtype, device=self._device).expand(like.shape)
-        self._is_trained = like.requires_grad
-        weight = TableWeight(none, requires_grad=self._is_trained)
+        self.weight = weight = TableWeight(none, requires_grad=like.requires_grad)
         weight.table = self
         for owner in owners:
             owner.module._parameters[owner.attribute] = weight
@@ -193,7 +193,7 @@ class Table:
             flat = self._variable.row_ids(flat).copy()  # the ids are the step's to change
             (rows,) = distinct_rows([(self._variable, flat)])
         leaf = tensor_of(rows).to(self._device)
-        if self._is_trained:
+        if self.weight.requires_grad:
             leaf.requires_grad_()
         self._lookups.append(_Lookup(flat, leaf, padding, by_frequency))
         return leaf
