@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import until
 
 from pscluster.core.context import FunctionContext
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader, _Stopwatch, _times_slept
-from pscluster.worker.data.sources import source_of
+from pscluster.worker.data.sources import Blocks, source_of
 
 SECONDS = 0.02
 HOURS = 10_000
@@ -47,6 +48,54 @@ def test_reading_that_takes_long(function: Callable[[Any], Any]) -> None:
         reader.close(part)
         assert reader.is_slow
         assert reader._thread is not None
+    finally:
+        reader.end()
+        if reader._thread is not None:
+            reader._thread.join()
+
+
+class Slow(Blocks):
+    """Blocks of ten numbers, each of which takes long."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def load(self, index: int) -> Any:
+        time.sleep(SECONDS)
+        self.loaded += 1
+        return {"x": np.arange(index * 10, index * 10 + 10)}
+
+    def name_of(self, index: int) -> str:
+        return f"block {index}"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_one_block_is_read_while_the_last_one_is_used(ahead: int) -> None:
+    """And no other one. Its batches are handed over together; the function may write to them."""
+    reader = Reader(FunctionContext(function=1, attempt=1, worker_index=0, num_workers=1))
+    source = Slow()
+    pipeline = Pipeline(source, "data", batch=4, seed=3, ahead=ahead)
+    expected = [batch["x"].tolist() for batch in Pipeline(Slow(), "data", batch=4, seed=3).elements(0, 0, 4)]
+    try:
+        parts = [Part(f"1/0/{first}/{first + 2}", pipeline, reader) for first in (0, 2)]
+        for part in parts:
+            reader.add(part)
+        given: list[list[int]] = []
+        for part in parts:
+            for batch in part:
+                block = len(given) // 3
+                if block:  # by then it is known that reading takes long
+                    until(lambda: not reader._reading and reader._next_wanted() is None, "all is read")
+                    assert source.loaded == min(block + 1 + (ahead > 0), 4)
+                given.append(batch["x"].tolist())
+                batch["x"][:] = -1
+            part.check_read()
+            reader.close(part)
+        assert given == expected
+        assert [len(batch) for batch in given] == [4, 4, 2] * 4
     finally:
         reader.end()
         if reader._thread is not None:

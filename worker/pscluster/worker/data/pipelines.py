@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import DatasetError, PsClusterError
+from pscluster.worker.data.batches import Batches
 from pscluster.worker.data.processes.pool import Pool
 from pscluster.worker.data.processes.process_map import ProcessedElements, ProcessMap, Unprocessed
 from pscluster.worker.data.sources import (
@@ -177,13 +178,22 @@ class Pipeline(Sent):
 
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
-        found = self._elements(epoch, start, stop)
+        for found in self.read(epoch, start, stop):
+            if isinstance(found, Batches):
+                while found:
+                    yield found.take()
+            else:
+                yield found
+
+    def read(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+        """Yield the elements as `elements` does, but those that are read at once together, as `Batches`."""
+        found = self._read(epoch, start, stop)
         if (map_ := self.process_map) is None:
             return found
         each, stack = self._maps_examples, self._stacks
         return ProcessedElements(found, self.pool, map_, self._finished, each=each, stack=stack)
 
-    def _elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+    def _read(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         step = self.element
         if isinstance(self.source, Blocks):
             for first in range(start, stop, step):
@@ -197,10 +207,18 @@ class Pipeline(Sent):
             if end - begin > step:
                 with suppress(Exception):  # then read one by one, to find out which can't be read
                     block = self._block(epoch, begin, end)
+            if block is not None and self._are_cut:
+                yield Batches(block, step, end - begin)
+                continue
             for first in range(begin, end, step):
                 after = min(first + step, end)
                 own = None if block is None else map_leaves(itemgetter(slice(first - begin, after - begin)), block)
                 yield self._element(epoch, first, after, own)
+
+    @cached_property
+    def _are_cut(self) -> bool:
+        """Whether elements are batches of examples as they are, which can be cut out of what was read."""
+        return self.batch is not None and not self.example_functions and not self.batch_functions
 
     def _block(self, epoch: int, start: int, stop: int) -> Any:
         assert not isinstance(self.source, Blocks)
@@ -267,7 +285,12 @@ class Pipeline(Sent):
         if not by_batch:  # copied, in the epoch's order: the source may keep it, or map it from a file
             block = take(block, order) if self.seed is not None else map_leaves(_copied, block)
         step = self.batch or 1
-        for start in range(0, size - size % step if self.drop_remainder else size, step):
+        stop = size - size % step if self.drop_remainder else size
+        if self._are_cut and not by_batch and not isinstance(block, list):
+            if stop:
+                yield Batches(block, step, stop)
+            return
+        for start in range(0, stop, step):
             examples = take(block, order[start : start + step]) if by_batch else cut(block, start, start + step)
             yield self._of_examples(examples, start, subject)
 

@@ -10,6 +10,9 @@ functions need not be thread-safe. Which thread depends on how long reading take
            woken and wait for Python's lock. Fast is less than `_SHORT_SECONDS`, or less than `_SHORT_SHARE` of the
            time from one element to the next
 
+Batches that are cut out of one block are read at once, and handed over as one: what is said of elements here goes for
+all of them together. Of blocks, one is read ahead.
+
 States of a part, all under the reader's lock:
 
     WAITING --add--> READING --the last element was read--> READ --close--> CLOSED    from any state, with its function
@@ -32,6 +35,7 @@ from typing import Any, Self
 from pscluster.core.context import FunctionContext, current_function, running
 from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.worker.data.batches import Batches
 from pscluster.worker.data.look_ahead import look_ahead
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.pipelines import Pipeline
@@ -70,11 +74,11 @@ class Part(Handle):
             raise ProtocolError(f"{key[:80]!r} is not a part of a dataset")
         self.dataset, *positions = match.groups()
         self._epoch, self._start, self._stop = map(int, positions)
-        self._elements = pipeline.elements(self._epoch, self._start, self._stop)
+        self._found = pipeline.read(self._epoch, self._start, self._stop)
         # Those of a map in processes, which are given something to do before the elements are wanted.
-        self._processed = self._elements if isinstance(self._elements, ProcessedElements) else None
+        self._processed = self._found if isinstance(self._found, ProcessedElements) else None
         self._left = pipeline.count(self._start, self._stop)
-        self.ready: deque[Any] = deque()
+        self.ready: deque[Any] = deque()  # elements, and `Batches` of several
         self.peeked: deque[Any] = deque()  # taken from `ready` before its function ran, and not given yet
         self.read = self.closed = False
         self.given = 0
@@ -158,19 +162,43 @@ class Part(Handle):
         """Whether its function has taken all elements."""
         return self.read and not self.ready and not self.peeked
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether to read on ahead. Under the lock."""
+        begun = bool(self.ready) and isinstance(first := self.ready[0], Batches) and first.begun
+        return not self.read and len(self.ready) - begun < self.pipeline.ahead and self.pace.is_slow()
+
+    @property
+    def has_whole_block(self) -> bool:
+        """Whether there is a block of which nothing was taken. Under the lock."""
+        return bool(self.ready) and isinstance(last := self.ready[-1], Batches) and not last.begun
+
+    def take(self) -> tuple[Any, bool]:
+        """Return the next element, which must be in `ready`, and whether there is room for more. Under the lock."""
+        first = self.ready[0]
+        if not isinstance(first, Batches):
+            self.pace.given(time.perf_counter())
+            return self.ready.popleft(), True
+        if begins := not first.begun:
+            self.pace.given(time.perf_counter())
+        element = first.take()
+        if not first:
+            self.ready.popleft()
+        return element, begins
+
     def read_one(self) -> None:
-        """Read the next element, or its error, into `ready`. Not under the lock."""
+        """Read the next element, or its error, or several, into `ready`. Not under the lock."""
         try:
-            element = next(self._elements)
+            found = next(self._found)
         except StopIteration:
             self.read = True
         except BaseException as error:  # a sys.exit() of the user's function must not end the reader
             self.ready.append(_Fatal(error))
             self.read = True
         else:
-            self.ready.append(element)
+            self.ready.append(found)
             if self._left is not None:
-                self._left -= 1
+                self._left -= len(found) if isinstance(found, Batches) else 1
                 self.read = self._left == 0
 
     def skip_rest(self) -> None:
@@ -223,7 +251,10 @@ def _times_slept() -> float:
 
 
 class Pace:
-    """Smoothed times of reading an element, and from one element to the next. Under the reader's lock."""
+    """Smoothed times of reading an element, and from one element to the next. Under the reader's lock.
+
+    Batches of one block are read together, and count as one here.
+    """
 
     def __init__(self, *, always_slow: bool = False) -> None:
         self._always_slow = always_slow
@@ -293,18 +324,24 @@ class Reader:
     def next_of(self, part: Part) -> tuple[bool, Any]:
         """Return (True, the next element), or (False, None) after `_CHECK_SECONDS`. Raise EndOfPart after the last."""
         with self._lock:
-            until = time.monotonic() + _CHECK_SECONDS
-            while not (part.ready or part.read or part.closed) and self._reading:
-                if not self._changed.wait(until - time.monotonic()):
-                    return False, None
-            if not (part.ready or part.read or part.closed):
-                self._read(part)
+            if not part.ready and not self._await(part):
+                return False, None
             if part.closed or not part.ready:
                 raise EndOfPart(part.given)
-            element = part.ready.popleft()
-            part.pace.given(time.perf_counter())
-            self._wake()  # there is room for another one
+            element, makes_room = part.take()
+            if makes_room:
+                self._wake()
             return True, element
+
+    def _await(self, part: Part) -> bool:
+        """Wait for the next element, or read it. Return False after `_CHECK_SECONDS`. Under the lock."""
+        until = time.monotonic() + _CHECK_SECONDS
+        while not (part.ready or part.read or part.closed) and self._reading:
+            if not self._changed.wait(until - time.monotonic()):
+                return False
+        if not (part.ready or part.read or part.closed):
+            self._read(part)
+        return True
 
     def _read(self, part: Part, following: Sequence[Part] = ()) -> None:
         """Read an element, and prime these parts. Under the lock, which is free during the reading."""
@@ -350,6 +387,8 @@ class Reader:
         """Return the part to read ahead now, if any. Under the lock."""
         if not self._reading:
             for part in self._parts[: 1 + _PARTS]:
-                if not part.read and len(part.ready) < part.pipeline.ahead and part.pace.is_slow():
+                if part.has_whole_block:
+                    return None
+                if part.wants_more:
                     return part
         return None

@@ -10,6 +10,7 @@ other lists                       arrays of objects, each an array
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,10 +97,21 @@ def arrays_of(
     Raises:
         ValueError: a column has nulls and no value in their place.
     """
+    numbers = _numbers()
     return {
-        name: _array_of(_filled(column, name, fills or {}, where, first_row))
+        name: column.to_numpy()
+        if column.type.id in numbers and not column.null_count  # nearly always: in half the time
+        else _array_of(_filled(column, name, fills or {}, where, first_row))
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
+
+
+@functools.cache
+def _numbers() -> frozenset[int]:
+    """Return the ids of the types whose columns are arrays of NumPy as they are."""
+    arrow = need_arrow()
+    kinds = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+    return frozenset(getattr(arrow, kind)().id for kind in kinds)
 
 
 def _filled(column: Any, name: str, fills: Mapping[str, Any], where: str, first_row: int | None) -> Any:

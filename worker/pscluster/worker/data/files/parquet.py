@@ -206,7 +206,9 @@ class ParquetBlocks(Blocks):
         try:
             if self.filters is None:
                 own = self._own_columns
-                return self._file(file_index).read_row_groups(range(first, after), own).select(own)
+                several = need_arrow().cpu_count() > 1  # with one, its thread would only be waited for
+                table = self._file(file_index).read_row_groups(range(first, after), own, use_threads=several)
+                return table if table.column_names == own else table.select(own)
             with self._opener.open(file) as opened:
                 fragment = self._fragment(opened, file_index)
                 schema = self.partitions.schema_with(fragment.physical_schema)
