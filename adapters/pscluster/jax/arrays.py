@@ -9,6 +9,7 @@ configuration of JAX has.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,28 @@ def is_traced() -> bool:
     """
     import jax
 
+    untraced = _untraced_state()
+    if untraced is not None and untraced():
+        return False
     return isinstance(jax.numpy.negative(np.float32(0)), jax.core.Tracer)  # the quickest operation of all
+
+
+@functools.cache
+def _untraced_state() -> Callable[[], bool] | None:
+    """Return what tells whether JAX neither traces nor differentiates here; None if this version of JAX has it not.
+
+    An operation that shows it takes 0.1 ms within a step.
+    """
+    try:
+        from jax.extend.core import get_opaque_trace_state
+    except ImportError:
+        return None
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(get_opaque_trace_state()), name="jax-state")
+    thread.start()  # where nothing can be traced
+    thread.join()
+    (untraced,) = states
+    return lambda: bool(get_opaque_trace_state() == untraced)
 
 
 @functools.cache
