@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from pscluster.coordinator.data.dataset import DistributedDataset
@@ -102,7 +102,8 @@ class ProgressLine:
         if self._live is not None and self._console.is_jupyter:
             from IPython.display import display
 
-            self._display = display(self._live, display_id=True)
+            show: Callable[..., Any] = display  # it has no types
+            self._display = show(self._live, display_id=True)
         elif self._live is not None:
             self._live.start()
         return self
