@@ -14,7 +14,7 @@ from __future__ import annotations
 OWN_BYTES = 1 << 20
 """Of a push that a step's own thread sends, or a reply that lies in the kernel until it is needed: more has no room."""
 
-QUICK_SECONDS = 0.002
+QUICK_SECONDS = 0.003
 
 MOST_ELSEWHERE = 1024
 """Pieces until it is tried here again."""
