@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ AT_ONCE = 20
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+@functools.cache  # made once on each side, not for each measurement
 def batches(seed: int, tables: int, rows: int, count: int = 16) -> list[tuple[list[Array], Array, Array]]:
     """Ids of each table (uniform), features and labels."""
     rng = np.random.default_rng(seed)
