@@ -1,4 +1,4 @@
-"""Requests that were sent, and whose replies nobody waits for yet, as steps that overlap have them."""
+"""Requests that were sent, but whose replies no thread waits for yet, as in steps that overlap."""
 
 from __future__ import annotations
 

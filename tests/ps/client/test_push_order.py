@@ -67,7 +67,7 @@ def test_every_interleaving_keeps_order_and_ends_each_function_once(seed: int) -
             assert order.go_on() != order.is_empty
 
     while len(ended) < functions:
-        assert (order.sender is Sender.NOBODY) <= order.is_empty  # whatever is queued has a sender
+        assert (order.sender is Sender.NONE) <= order.is_empty  # whatever is queued has a sender
         assert (order.sender is Sender.UNCLAIMED) <= (is_sent and under_way is not None)
         match rng.choice(("begin", "add", "add", "step", "return", "next", "sent", "claim", "acknowledged", "fail")):
             case "begin" if running + 1 < functions and (running < 0 or owners[running].returned):
@@ -78,7 +78,7 @@ def test_every_interleaving_keeps_order_and_ends_each_function_once(seed: int) -
                 if owners[running].error is None:
                     here, before = order.is_empty and rng.random() < 0.5, order.sender
                     if order.add(owners[running], (running, made[running]), 20, here=here):
-                        assert before is Sender.NOBODY
+                        assert before is Sender.NONE
                         under_way = order._queue[0] if here else None
                     made[running] += 1
                     order.claim(Sender.POOL)

@@ -104,7 +104,7 @@ class _Next:
     element: Any = None
     error: BaseException | None = None
     fetched: Future[FetchedRows] | None = None
-    sent: tuple[FetchedRows, Begun[None]] | None = None  # instead of that: requests whose replies nobody waits for
+    sent: tuple[FetchedRows, Begun[None]] | None = None  # instead of that: the requests
 
 
 class _Ahead(Iterator[Any]):

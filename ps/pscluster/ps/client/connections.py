@@ -53,7 +53,7 @@ class Session:
         self.name = name
         self.nth = 0  # requests sent
         self.begin = 0.0  # when the last one was sent
-        self.rested = 0.0  # seconds since, for which nobody has waited for the reply
+        self.rested = 0.0  # seconds since then in which no thread has waited for the reply
         self._exchange = watch(WatchedCall(stream.cancel, liveness.max_silence, liveness))
 
     def send(self, parts: Sequence[Buffer], timeout: float) -> None:
@@ -64,7 +64,7 @@ class Session:
             self.stream.send(*frame)
 
     def rest(self) -> None:
-        """Begin a time in which nobody waits for the reply: how long that takes says nothing about the server."""
+        """Begin a time in which no thread waits for the reply: how long that is says nothing about the server."""
         self._exchange.end()
         self.rested = time.monotonic()
 

@@ -386,7 +386,7 @@ class Exchanges:
         Args:
             asked: its session's name and its position there.
             sent: bytes, as are those `received`.
-            rested: seconds since it was sent, for which nobody has waited for the reply.
+            rested: seconds since it was sent in which no thread has waited for the reply.
         """
         end, metrics = time.monotonic(), self._metrics
         if kind == "pull":

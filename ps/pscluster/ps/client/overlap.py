@@ -113,14 +113,14 @@ class OverlapQueue:
                 self._changed.notify_all()  # who waits may have to pass it on
 
     def _claimed(self, sender: Sender) -> _Sent | None:
-        """Return what was sent, if nobody waits for its acknowledgement; this sender does now. Under the lock."""
+        """Return what was sent, if its acknowledgement was unclaimed; this sender waits for it now. Under the lock."""
         if not self._order.claim(sender):
             return None
         sent, self._sent = self._sent, None
         return sent
 
     def _acknowledge(self) -> None:
-        """Receive the acknowledgement that nobody waits for, if there is one."""
+        """Receive the acknowledgement that is unclaimed, if one is."""
         with self._lock:
             sent = self._claimed(Sender.STEP)
         if sent is not None:
@@ -135,7 +135,7 @@ class OverlapQueue:
         self._tell(callbacks)
 
     def _pass_on(self) -> None:
-        """Have a thread of the pool receive the acknowledgement that nobody waits for, if any. Under the lock."""
+        """Have a thread of the pool receive the acknowledgement that is unclaimed, if one is. Under the lock."""
         if (sent := self._claimed(Sender.POOL)) is not None:
             self._run(partial(self._send_all, sent))
 

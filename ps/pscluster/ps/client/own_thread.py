@@ -6,7 +6,7 @@ beside the step. How long the next piece will take is not known; the last ones s
 
     HERE      --a piece was quick--> HERE
               --it was not---------> ELSEWHERE  for one piece; for twice as many if the last one here was slow, too
-    ELSEWHERE --so many were done--> HERE
+    ELSEWHERE --they are done------> HERE
 """
 
 from __future__ import annotations

@@ -9,26 +9,26 @@ step that makes it (`add`), and they are sent one after the other, in the order 
              has failed-----------> (dropped)   the function would not have come so far
            --next, and its function was told to stop--> SENDING, where the sender raises that as its error
 
-There is at most one sender. A step's own thread sends a push, but does not wait for the acknowledgement. Whoever needs
-that later claims it; and if more pushes follow, a thread of the pool does, and sends them. With it goes what it sends:
+There is at most one sender. A step's own thread sends a push, but does not wait for the acknowledgement. A step that
+needs it later claims it; if more pushes follow, a thread of the pool does, and sends them:
 
-    NOBODY --add----------------------------------> STEP, or POOL
+    NONE   --add----------------------------------> STEP, or POOL
     STEP   --sent, and no other push is queued----> UNCLAIMED    the acknowledgement will lie in the kernel
            --sent, and others are queued----------> POOL
     UNCLAIMED --a step needs the acknowledgement--> STEP
               --a step adds a push, or waits for anything
                 else, or the function has returned--> POOL
-    STEP   --acknowledged, none is queued---------> NOBODY
+    STEP   --acknowledged, none is queued---------> NONE
            --acknowledged, others are queued------> POOL
-    POOL   --next, none is queued-----------------> NOBODY
+    POOL   --next, none is queued-----------------> NONE
 
 A function with pushes:
 
     RUNNING  --returned, none is outstanding--> ENDED
              --returned, some are-------------> RETURNED --the last one is sent, or dropped--> ENDED
 
-Only then is its outcome reported, so to everyone else it has run until then. `sent` and `returned` say which functions
-have ended. A push is outstanding from `add` until it is acknowledged, failed or dropped. With `overlap` n a step begins
+Only then is its outcome reported, so to everyone else it has run until then. `acknowledged`, `next` and `returned` say
+which functions have ended. A push is outstanding from `add` until it is acknowledged, failed or dropped. With `overlap` n a step begins
 (`may_begin`) only when at most n earlier steps have outstanding pushes: as all are sent in order, these are the last n.
 
 What may be lost: if the worker dies, the pushes that are not acknowledged, all of functions that have not ended. They
@@ -68,11 +68,11 @@ class Push(Generic[P]):
 class Sender(Enum):
     """Who sends pushes, and waits for their acknowledgements."""
 
-    NOBODY = auto()
+    NONE = auto()
     STEP = auto()
     """A thread of a step, the first push only."""
     UNCLAIMED = auto()
-    """Nobody waits for the acknowledgement of the first push, which was sent."""
+    """The first push was sent, and no thread waits for its acknowledgement."""
     POOL = auto()
     """A thread of the pool, all pushes."""
 
@@ -84,7 +84,7 @@ class PushOrder(Generic[P]):
     most_bytes: int
     """Beyond this a push is added only if there is no other."""
     _queue: deque[Push[P]] = field(default_factory=deque)
-    sender: Sender = Sender.NOBODY
+    sender: Sender = Sender.NONE
     _bytes: int = 0
 
     # Questions
@@ -119,7 +119,7 @@ class PushOrder(Generic[P]):
         owner.of_step += 1
         self._bytes += nbytes
         self._queue.append(Push(owner, owner.step, payload, nbytes))
-        if self.sender is not Sender.NOBODY:
+        if self.sender is not Sender.NONE:
             return False
         self.sender = Sender.STEP if here else Sender.POOL
         return True
@@ -131,7 +131,7 @@ class PushOrder(Generic[P]):
         return self.sender is Sender.POOL
 
     def claim(self, sender: Sender) -> bool:
-        """Have STEP or POOL wait for the acknowledgement that nobody waits for. Return False if there is none."""
+        """Have STEP or POOL wait for the acknowledgement that is unclaimed. Return False if none is."""
         if self.sender is not Sender.UNCLAIMED:
             return False
         self.sender = sender
@@ -146,7 +146,7 @@ class PushOrder(Generic[P]):
     def go_on(self) -> bool:
         """Note that a step waits for acknowledgements no more. Return whether the sender is now POOL."""
         assert self.sender is Sender.STEP, self.sender
-        self.sender = Sender.POOL if self._queue else Sender.NOBODY
+        self.sender = Sender.POOL if self._queue else Sender.NONE
         return self.sender is Sender.POOL
 
     def next(self) -> tuple[Push[P] | None, list[Owner]]:
@@ -156,7 +156,7 @@ class PushOrder(Generic[P]):
         while self._queue and self._queue[0].owner.error is not None:
             ended += self._remove()
         if not self._queue:
-            self.sender = Sender.NOBODY
+            self.sender = Sender.NONE
             return None, ended
         return self._queue[0], ended
 
