@@ -364,6 +364,16 @@ def _array_rows() -> list[Row]:
             {"at_once": 10},
         ),
         Row(
+            "spmd-train-one",
+            "the same on two devices of one worker",
+            "steps/s",
+            "train",
+            {OURS: 400, NUMPY: 400},
+            (((NUMPY,), 1.4),),
+            _rate(1),
+            {"at_once": 10, "on_one": True},
+        ),
+        Row(
             "spmd-matmul",
             "a product of matrices of 4,096 x 4,096, sharded over two processes",
             "/s",

@@ -55,6 +55,9 @@ class Bench:
         strategy = stack.enter_context(ParameterServerStrategy(cluster))
         self._coordinator = ClusterCoordinator(strategy)
         self._mesh = spmd.create_mesh({"x": num_workers}, coordinator=self._coordinator)
+        self._on_one = spmd.create_mesh(
+            {"x": num_workers}, coordinator=self._coordinator, tasks=[0], devices_per_task=num_workers
+        )
         self._made: dict[str, Any] = {}
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -62,19 +65,16 @@ class Bench:
             self._made[key] = make()
         return self._made[key]
 
-    def _sharded(self, array: Any) -> Any:
-        return spmd.distribute(array, Layout.batch_sharded(self._mesh, "x", np.ndim(array)))
+    def _sharded(self, array: Any, mesh: spmd.Mesh | None = None) -> Any:
+        return spmd.distribute(array, Layout.batch_sharded(mesh or self._mesh, "x", np.ndim(array)))
 
-    def _replicated(self, array: Any) -> Any:
-        return spmd.distribute(array, Layout.replicated(self._mesh, np.ndim(array)))
-
-    def _timed(self, work: Callable[[], Any]) -> float:
+    def _timed(self, work: Callable[[], Any], mesh: spmd.Mesh | None = None) -> float:
         """Seconds until everything has ended."""
-        spmd.barrier(self._mesh)
+        spmd.barrier(mesh or self._mesh)
 
         def whole() -> None:
             work()
-            spmd.barrier(self._mesh)
+            spmd.barrier(mesh or self._mesh)
 
         return timed(whole)
 
@@ -89,10 +89,20 @@ class Bench:
             seconds.append(float(np.median([timed(lambda: (a + a).full()) for _ in range(n)])))
         return {"sent": rates[1:], "waited": seconds[1:]}
 
-    def train(self, n: int, at_once: int) -> float:
-        """Seconds for this many steps, of which some are one program. The batches are on the devices."""
-        data = self._once("data", lambda: [tuple(map(self._sharded, batch)) for batch in models.batches()])
-        initial = [[self._replicated(value) for value in values] for values in models.initial_state()]
+    def train(self, n: int, at_once: int, on_one: bool = False) -> float:
+        """Seconds for this many steps, of which some are one program. The batches are on the devices.
+
+        `on_one`: on as many devices of one worker.
+        """
+        mesh = self._on_one if on_one else self._mesh
+        data = self._once(
+            f"data-{on_one}",
+            lambda: [tuple(self._sharded(array, mesh) for array in batch) for batch in models.batches()],
+        )
+        initial = [
+            [spmd.distribute(value, Layout.replicated(mesh, np.ndim(value))) for value in values]
+            for values in models.initial_state()
+        ]
 
         def work() -> None:
             state = initial
@@ -100,7 +110,7 @@ class Bench:
                 state, losses = _train(state, data[:at_once])
             float(losses[-1])
 
-        return self._timed(work)
+        return self._timed(work, mesh)
 
     def matmul(self, n: int, size: int) -> float:
         """Seconds for this many products of square matrices, the first of which is sharded by rows."""

@@ -82,7 +82,7 @@ def test_a_step_waits_for_others_once(make_mesh: MakeMesh) -> None:
         np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-12)
     (known,) = traced._traces.values()
     groups = [group for group in parse(known.program.text).groups if isinstance(group[0], Move)]
-    assert [len(group) for group in groups] == ([4] if len(mesh.tasks) > 1 else [1] * 4)
+    assert [len(group) for group in groups] == [4]
 
 
 def test_large_arrays_move_one_by_one(make_mesh: MakeMesh) -> None:

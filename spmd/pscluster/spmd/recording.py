@@ -239,11 +239,11 @@ class Recording:
         return program, later
 
     def _is_exchange(self, instruction: Recorded) -> bool:
-        """Return whether an instruction makes tasks send each other something."""
+        """Return whether an instruction brings something from one device to another."""
         if instruction[0] != "move":
             return False
         source, of = (self._types[number] for number in instruction[1:])
-        return bool(moving(source.layout, of.layout, of.shape, source.partial).transfers)
+        return not moving(source.layout, of.layout, of.shape, source.partial).is_free
 
     def _read(self, ref: Ref) -> int:
         if ref.number not in self._made:

@@ -7,7 +7,8 @@ A program changes nothing before it is known to make sense. Arrays are stored on
 again since a worker died, none of its results is there, or the same ones are made again. Numbers of arrays to be
 forgotten come with a later program, which does not use them.
 
-Devices of a task that have equal blocks share one, and what is computed from equal blocks is computed once.
+Devices of a task that have equal blocks share one, and what is computed from equal blocks is computed once. What
+differs is computed by threads at the same time, if it is worth it: see `stretches`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from pscluster.core.errors import ProtocolError
 from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.collectives.replica import replica_context
-from pscluster.worker.programs.computing import Computation
 from pscluster.worker.programs.exchange import Exchange, exchange_of
 from pscluster.worker.programs.local.blocks import LocalFunction, called, type_as_arrays
 from pscluster.worker.programs.makers import MAKERS
-from pscluster.worker.programs.moves import gather_together, move_together
+from pscluster.worker.programs.moves import Together, gathers_together, moves_together
 from pscluster.worker.programs.program import (
     ArrayType,
     Call,
@@ -44,6 +44,7 @@ from pscluster.worker.programs.program import (
 )
 from pscluster.worker.programs.reading import parse, read_numbers
 from pscluster.worker.programs.store import Blocks, BlockStore, Registers
+from pscluster.worker.programs.stretches import Stretch, reads_of
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
 Array = npt.NDArray[Any]
@@ -164,17 +165,16 @@ class _Running:
         self._program, self._exchange, self._payloads, self._functions = program, exchange, payloads, functions
         self._devices = program.mesh.devices_of(exchange.task)
         self.registers = Registers(program.arrays, self._devices)
-        self._moves = 0
 
     def execute_all(self) -> None:
         """Execute the program."""
-        only, device = self.registers.only, self._devices[0]
-        for nth, (group, over) in enumerate(zip(self._program.groups, self._program.last_use, strict=True)):
-            if only is not None and isinstance(group[0], Compute):
-                self._computation(nth, group[0], device).run(only)
-            else:
-                self._execute(nth, group)
-            for register in over:
+        groups, last_use = self._program.groups, self._program.last_use
+        for start, stop in self._program.stretches:
+            if isinstance(groups[start][0], Compute):
+                self._compute(start, stop)
+                continue
+            self._execute(start, groups[start])
+            for register in last_use[start]:
                 self.registers.drop(register)
 
     def _execute(self, nth: int, group: Sequence[Instruction]) -> None:
@@ -184,8 +184,6 @@ class _Running:
                 self.registers.put(load.output, self.loaded(load.output, self._payloads[load.payload]))
             case [Create() as create]:
                 self._create(create)
-            case [Compute() as compute]:
-                self._compute(nth, compute)
             case [Call() as call]:
                 self._call(call)
             case [Fetch() as fetch]:
@@ -193,9 +191,9 @@ class _Running:
             case [Read() as read]:
                 self.registers.put(read.output, self._read.pop(read.output))
             case [Update(), *_]:
-                self._update([item for item in group if isinstance(item, Update)])
+                self._update(nth, [item for item in group if isinstance(item, Update)])
             case _:
-                self._move([item for item in group if isinstance(item, Move)])
+                self._move(nth, [item for item in group if isinstance(item, Move)])
 
     def read(self, variables: Variables) -> None:
         """Read this task's blocks of all variables that the program will read: at once."""
@@ -210,16 +208,13 @@ class _Running:
             by_device = {device: blocks[item.variable, of.layout.block(of.shape, device)] for device in self._devices}
             self._read[item.output] = Blocks(of, by_device)
 
-    def _update(self, updates: Sequence[Update]) -> None:
+    def _update(self, nth: int, updates: Sequence[Update]) -> None:
         """Combine terms of the blocks that this task sends, and keep them until the program ends."""
-        sources = [self.registers.get(update.input) for update in updates]
-        numbers = [update.variable for update in updates]
-        targets = [self._program.variables[number] for number in numbers]
-        what = self._named(sources)
-        gathered = gather_together(sources, targets, numbers, self._devices, self._exchange, what)
-        for update, of, blocks in zip(updates, targets, gathered, strict=True):
+        gathered = self._together(nth).run([self.registers.get(update.input) for update in updates], self._exchange)
+        for update, made in zip(updates, gathered, strict=True):
+            of = self._program.variables[update.variable]
             of_layout = of.layout.partition(of.shape).blocks
-            self.writes += [Write(update, of_layout[shard], values) for shard, values in blocks.items() if values.size]
+            self.writes += [Write(update, of_layout[shard], values) for shard, values in made.items() if values.size]
 
     def loaded(self, register: int, payload: Payload) -> Blocks:
         """Return an array made of blocks that were sent here. Raise ProtocolError if they are not those it has here."""
@@ -246,25 +241,35 @@ class _Running:
         blocks = {device: made[of.layout.shard_of(device)] for device in self._devices}
         self.registers.put(create.output, Blocks(of, blocks))
 
-    def _compute(self, nth: int, compute: Compute) -> None:
-        by_device: dict[int, dict[int, Array]] = {}
-        known: dict[object, int] = {}  # a device with the same blocks
-        for device in self._devices:
-            computation = self._computation(nth, compute, device)
-            blocks = {register: self.registers.get(register).of[device] for register in compute.inputs}
-            same = known.setdefault((*map(id, blocks.values()), *computation.shapes), device)
-            if same == device:
-                computation.run(blocks)
-            by_device[device] = blocks if same == device else by_device[same]
-        for register in compute.outputs:
-            of = self._program.arrays[register]
-            self.registers.put(register, Blocks(of, {device: made[register] for device, made in by_device.items()}))
+    def _compute(self, start: int, stop: int) -> None:
+        """Compute some groups, each a function of blocks, one after the other."""
+        patterns, settled = self.registers.patterns, self._program.settled
+        read = reads_of(self._program, start, stop)
+        key = start, self._devices[0], *[patterns[register] for register in read]
+        stretch: Stretch | None = settled.get(key)
+        if stretch is None:
+            known = {register: patterns[register] for register in read}
+            stretch = settled[key] = Stretch(self._program, start, stop, self._devices, known)
+        stretch.run(self.registers)
 
-    def _computation(self, nth: int, compute: Compute, device: int) -> Computation:
-        """Return a computation, of the n-th group, for a device."""
-        known: Computation | None = self._program.settled.get((nth, device))
+    def _together(self, nth: int) -> Together:
+        """Return what is settled of the n-th group, which moves arrays, or updates variables."""
+        program, task = self._program, self._exchange.task
+        known: Together | None = program.settled.get((nth, self._devices[0]))
         if known is None:
-            known = self._program.settled[nth, device] = Computation(self._program, compute, device)
+            items = [item for item in program.groups[nth] if isinstance(item, Move | Update)]
+            sources = [program.arrays[item.input] for item in items]
+            before = sum(isinstance(item, Move | Update) for group in program.groups[:nth] for item in group)
+            what = f"move {before + 1} of a program, of {sources[0]}"
+            what += f", and {len(items) - 1} more" if len(items) > 1 else ""
+            if updates := [item for item in items if isinstance(item, Update)]:
+                numbers = [item.variable for item in updates]
+                pairs = list(zip(sources, (program.variables[number] for number in numbers), strict=True))
+                known = gathers_together(pairs, numbers, self._devices, task, what)
+            else:
+                targets = [program.arrays[item.output] for item in items if isinstance(item, Move)]
+                known = moves_together(list(zip(sources, targets, strict=True)), self._devices, task, what)
+            program.settled[nth, self._devices[0]] = known
         return known
 
     def _call(self, call: Call) -> None:
@@ -280,18 +285,11 @@ class _Running:
         for register, blocks in zip(call.outputs, results, strict=False):
             self.registers.put(register, blocks)
 
-    def _move(self, moves: Sequence[Move]) -> None:
-        sources = [self.registers.get(move.input) for move in moves]
-        targets = [self._program.arrays[move.output] for move in moves]
-        moved = move_together(sources, targets, self._devices, self._exchange, self._named(sources))
-        for move, blocks in zip(moves, moved, strict=True):
-            self.registers.put(move.output, blocks)
-
-    def _named(self, sources: Sequence[Blocks]) -> str:
-        """Return what errors call the next moves, of these arrays."""
-        what = f"move {self._moves + 1} of a program, of {sources[0].type}"
-        self._moves += len(sources)
-        return what + (f", and {len(sources) - 1} more" if len(sources) > 1 else "")
+    def _move(self, nth: int, moves: Sequence[Move]) -> None:
+        moved = self._together(nth).run([self.registers.get(move.input) for move in moves], self._exchange)
+        for move, made in zip(moves, moved, strict=True):
+            of = self._program.arrays[move.output]
+            self.registers.put(move.output, Blocks(of, {at: made[of.layout.shard_of(at)] for at in self._devices}))
 
     def _fetch(self, fetch: Fetch) -> None:
         blocks = self.registers.get(fetch.input)

@@ -8,14 +8,14 @@ may. A message that is one piece is received where the piece belongs, if that is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.geometry.partition import Block
-from pscluster.core.layouts.moving import Moving, Piece, gathering, moving, owners_of
+from pscluster.core.layouts.moving import Moving, gathering, moving, owners_of
 from pscluster.core.transport.frames import view
 from pscluster.worker.collectives.algorithms import PIECE_BYTES, Incoming, Outgoing
 from pscluster.worker.programs.exchange import Exchange
@@ -26,84 +26,100 @@ from pscluster.worker.programs.store import Blocks
 Array = npt.NDArray[Any]
 
 
-class _Sent(NamedTuple):
-    """A piece of a message: of which move, and which device has it."""
+class _Term(NamedTuple):
+    """What a piece is made of: a part of a device's block, or what is received of one."""
+
+    device: int
+    index: Any  # of the part; None: the whole block
+    slot: int  # among the pieces that are received; -1 if the device is of this task
+
+
+class _Assembled(NamedTuple):
+    """A part of a block that is made here: where it is, and its terms."""
+
+    index: Any  # None: the whole block
+    terms: tuple[_Term, ...]
+
+
+class _Piece(NamedTuple):
+    """A piece of a message: of which move, and the device that has it."""
 
     move: int
     device: int
     box: Block
 
 
-def move_together(
-    sources: Sequence[Blocks], targets: Sequence[ArrayType], devices: Sequence[int], exchange: Exchange, what: str
-) -> list[Blocks]:
-    """Return each array in its layout of `targets`, its terms combined: the blocks of this task's devices.
+class Together:
+    """Moves that are made together, as one task sees them: a program settles once what does not depend on blocks."""
 
-    All tasks call it, also those that have nothing to send. `what` is shown in errors.
-    """
-    moves = [
-        _Move(source, target, devices, moving(source.type.layout, target.layout, target.shape, source.type.partial))
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    _exchange(moves, exchange, what)
-    return [move.blocks() for move in moves]
-
-
-def gather_together(
-    sources: Sequence[Blocks],
-    targets: Sequence[ArrayType],
-    numbers: Sequence[int],
-    devices: Sequence[int],
-    exchange: Exchange,
-    what: str,
-) -> list[dict[int, Array]]:
-    """Return those blocks of each array in its layout of `targets` that this task has to pass on, by number.
-
-    Of the devices that have a block there, one passes it on; which one depends on the array's number, so that all have
-    their share. Otherwise as `move_together`.
-    """
-    moves = [
-        _Move(
-            source,
-            target,
-            devices,
-            gathering(source.type.layout, target.layout, target.shape, source.type.partial, nth),
-        )
-        for source, target, nth in zip(sources, targets, numbers, strict=True)
-    ]
-    _exchange(moves, exchange, what)
-    return [
-        move.blocks_of(owners_of(target.layout, nth)) for move, target, nth in zip(moves, targets, numbers, strict=True)
-    ]
-
-
-def _exchange(moves: Sequence[_Move], exchange: Exchange, what: str) -> None:
-    """Send other tasks the pieces that they need, and receive those that this one needs."""
-    if any(move.plan.transfers for move in moves):
-        outgoing: dict[int, list[tuple[_Move, int, Block]]] = {}
-        awaited: dict[int, list[_Sent]] = {}  # by task
+    def __init__(self, moves: Sequence[Settled], task: int, what: str) -> None:
+        """Take each move, the number of this task, and what errors call them."""
+        self._moves, self._what = moves, what
+        self._is_exchange = any(move.plan.transfers for move in moves)  # among any tasks
+        self._outgoing: dict[int, list[_Piece]] = {}  # by task
+        self._awaited: dict[int, list[_Piece]] = {}
         for nth in sorted(range(len(moves)), key=lambda nth: -moves[nth].itemsize):
             for (of, to), sent in moves[nth].plan.transfers.items():
-                if of == exchange.task:
-                    outgoing.setdefault(to, []).extend((moves[nth], *piece) for piece in sent)
-                elif to == exchange.task:
-                    awaited.setdefault(of, []).extend(_Sent(nth, device, box) for device, box in sent)
-        exchange.swap(
-            {to: _message(pieces) for to, pieces in outgoing.items()},
-            {of: _memory_for(moves, sent) for of, sent in awaited.items()},
-            what,
-        )
+                pieces = [_Piece(nth, device, box) for device, box in sent]
+                if of == task:
+                    self._outgoing.setdefault(to, []).extend(pieces)
+                elif to == task:
+                    self._awaited.setdefault(of, []).extend(pieces)
+
+    def run(self, sources: Sequence[Blocks], exchange: Exchange) -> list[dict[int, Array]]:
+        """Return the blocks of each array that are made here, by number. All tasks call it, also to send nothing."""
+        runs = [_Run(move, source.of) for move, source in zip(self._moves, sources, strict=True)]
+        if self._is_exchange:
+            exchange.swap(
+                {to: _message(runs, pieces) for to, pieces in self._outgoing.items()},
+                {of: _memory_for(runs, pieces) for of, pieces in self._awaited.items()},
+                self._what,
+            )
+        return [run.blocks() for run in runs]
 
 
-def _message(pieces: Sequence[tuple[_Move, int, Block]]) -> Outgoing:
+def moves_together(
+    pairs: Sequence[tuple[ArrayType, ArrayType]], devices: Sequence[int], task: int, what: str
+) -> Together:
+    """Settle how arrays of the first type of each pair come to be of the second, with their terms combined.
+
+    Made are the blocks of `devices`, which are those of the task. `what` is shown in errors.
+    """
+    settled = []
+    for source, target in pairs:
+        made: dict[int, int] = {}
+        for device in devices:
+            made.setdefault(target.layout.shard_of(device), device)
+        plan = moving(source.layout, target.layout, target.shape, source.partial)
+        settled.append(Settled(source, target, plan, made))
+    return Together(settled, task, what)
+
+
+def gathers_together(
+    pairs: Sequence[tuple[ArrayType, ArrayType]], numbers: Sequence[int], devices: Sequence[int], task: int, what: str
+) -> Together:
+    """Settle how each block of arrays comes to be on one device, which passes it on; otherwise as `moves_together`.
+
+    Which of the devices that have a block that is depends on the array's number, so that all have their share.
+    """
+    settled = []
+    for (source, target), nth in zip(pairs, numbers, strict=True):
+        plan = gathering(source.layout, target.layout, target.shape, source.partial, nth)
+        owners = owners_of(target.layout, nth)
+        made = {shard: owner for shard, owner in enumerate(owners) if owner in devices}
+        settled.append(Settled(source, target, plan, made))
+    return Together(settled, task, what)
+
+
+def _message(runs: Sequence[_Run], pieces: Sequence[_Piece]) -> Outgoing:
     """Return what one task is sent."""
     if len(pieces) == 1:
-        ((move, device, box),) = pieces
-        part = move.part(device, box)
-        if cuts := _cuts(box, move.itemsize):
+        ((nth, device, box),) = pieces
+        part = runs[nth].part(device, box)
+        if cuts := _cuts(box, runs[nth].move.itemsize):
             return _rows(part, cuts)
         return view(np.ascontiguousarray(part))
-    flats = [view(np.ascontiguousarray(move.part(device, box))) for move, device, box in pieces]
+    flats = [view(np.ascontiguousarray(runs[nth].part(device, box))) for nth, device, box in pieces]
     if sum(map(len, flats)) <= PIECE_BYTES:
         return [flats]
     return view(np.concatenate([np.frombuffer(flat, np.uint8) for flat in flats]))
@@ -130,90 +146,116 @@ def _rows(part: Array, cuts: Sequence[slice]) -> Iterator[list[memoryview]]:
         yield [view(rows)]
 
 
-def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Incoming:
-    """Return memory for a message of these pieces, which each move knows as its received ones."""
-    if len(sent) == 1:
-        ((nth, device, box),) = sent
-        if (place := moves[nth].place_of(device, box)) is None:
-            place = np.empty(box.shape, moves[nth].source.type.dtype)
-        moves[nth].received[device, box] = place
-        cuts = _cuts(box, moves[nth].itemsize)
+def _memory_for(runs: Sequence[_Run], pieces: Sequence[_Piece]) -> Incoming:
+    """Return memory for a message of these pieces, which each run knows as its received ones."""
+    if len(pieces) == 1:
+        ((nth, device, box),) = pieces
+        run, settled = runs[nth], runs[nth].move
+        if (place := run.place_of(device, box)) is None:
+            place = np.empty(box.shape, settled.dtype)
+        run.received[settled.slots[device, box]] = place
+        cuts = _cuts(box, settled.itemsize)
         return [view(place[cut]) for cut in cuts] if cuts else view(place)
-    ends = itertools.accumulate(box.size * moves[nth].itemsize for nth, _, box in sent)
+    ends = itertools.accumulate(box.size * runs[nth].move.itemsize for nth, _, box in pieces)
     bounds = list(itertools.pairwise((0, *ends)))
     memory = np.empty(bounds[-1][1], np.uint8)
-    for (nth, device, box), (start, end) in zip(sent, bounds, strict=True):
-        flat = memory[start:end].view(moves[nth].source.type.dtype)
-        moves[nth].received[device, box] = flat.reshape(box.shape)
+    for (nth, device, box), (start, end) in zip(pieces, bounds, strict=True):
+        run, settled = runs[nth], runs[nth].move
+        run.received[settled.slots[device, box]] = memory[start:end].view(settled.dtype).reshape(box.shape)
     return view(memory)
 
 
-class _Move:
-    """One array that moves."""
+class Settled:
+    """How one array moves: the blocks that one task makes, and what of."""
 
-    def __init__(self, source: Blocks, target: ArrayType, devices: Sequence[int], plan: Moving) -> None:
-        self.source, self._target, self._devices, self.plan = source, target, devices, plan
-        self.itemsize = target.dtype.itemsize
-        self.received: dict[tuple[int, Block], Array] = {}  # by the device that has it
+    def __init__(self, source: ArrayType, target: ArrayType, plan: Moving, made: Mapping[int, int]) -> None:
+        """Take the plan, and which blocks are made here, by number: as which device's."""
+        self.plan, self.dtype, self.itemsize = plan, target.dtype, target.dtype.itemsize
+        self.combine = COMBINES[source.combine]
+        self.slots: dict[tuple[int, Block], int] = {}  # of what is received: from which device, and which part
+        self.parts: dict[tuple[int, Block], Any] = {}  # indices of parts of blocks; None: the whole one
+        self.shapes: dict[int, tuple[int, ...]] = {}  # of the blocks that are made
+        self.pieces: dict[int, list[_Assembled]] = {}  # of each
+        self.places: dict[tuple[int, Block], tuple[int, Any]] = {}  # of what belongs in one block as it is
+        self._source, task = source, plan.mesh.task_of
+        for (_, to), sent in plan.transfers.items():
+            for device, box in sent:
+                self.parts[device, box] = self._index(device, box)
+                if any(task[own] == to for own in made.values()):
+                    self.slots[device, box] = len(self.slots)
+        for shard, own in made.items():
+            block = target.layout.block(target.shape, own)
+            self.shapes[shard], self.pieces[shard] = block.shape, []
+            for piece in plan.pieces[own]:
+                index = None if piece.box == block else _within(piece.box, block.start)
+                terms = tuple(self._term(of, piece.box, task[of] == task[own]) for of in piece.sources)
+                self.pieces[shard].append(_Assembled(index, terms))
+                if len(terms) == 1 and terms[0].slot >= 0:
+                    self.places.setdefault((terms[0].device, piece.box), (shard, index))
+
+    def _index(self, device: int, box: Block) -> Any:
+        block = self._source.layout.block(self._source.shape, device)
+        return None if box == block else _within(box, block.start)
+
+    def _term(self, device: int, box: Block, is_here: bool) -> _Term:
+        return _Term(device, self._index(device, box) if is_here else None, -1 if is_here else self.slots[device, box])
+
+
+class _Run:
+    """One array that moves now."""
+
+    __slots__ = ("_begun", "_of", "move", "received")
+
+    def __init__(self, move: Settled, of: Mapping[int, Array]) -> None:
+        self.move, self._of = move, of
+        self.received: dict[int, Array] = {}  # by slot
         self._begun: dict[int, Array] = {}  # blocks that pieces are received in, by their numbers in the layout
 
     def part(self, device: int, box: Block) -> Array:
         """Return a view of a part of a device's block."""
-        start = self.source.type.layout.block(self.source.type.shape, device).start
-        part: Array = self.source.of[device][_within(box, start)]
-        return part
+        return _part(self._of[device], self.move.parts[device, box])
 
     def place_of(self, device: int, box: Block) -> Array | None:
         """Return where a piece belongs in a block that is made here; None if it does not as it is, or not in one."""
-        for own in self._devices:
-            if Piece(box, (device,)) in self.plan.pieces[own]:
-                block, shard = self._target.layout.block(self._target.shape, own), self._target.layout.shard_of(own)
-                if shard not in self._begun:
-                    self._begun[shard] = np.empty(block.shape, self._target.dtype)
-                place: Array = self._begun[shard][_within(box, block.start)]
-                return place if place.flags.c_contiguous else None
-        return None
+        if (found := self.move.places.get((device, box))) is None:
+            return None
+        shard, index = found
+        if shard not in self._begun:
+            self._begun[shard] = np.empty(self.move.shapes[shard], self.move.dtype)
+        place = _part(self._begun[shard], index)
+        return place if place.flags.c_contiguous else None
 
-    def blocks(self) -> Blocks:
-        """Return the array in its new layout."""
-        layout, made = self._target.layout, dict[int, Array]()
-        for device in self._devices:
-            if (shard := layout.shard_of(device)) not in made:
-                made[shard] = self._assembled(device, self._begun.get(shard))
-        return Blocks(self._target, {device: made[layout.shard_of(device)] for device in self._devices})
+    def blocks(self) -> dict[int, Array]:
+        """Return the blocks that are made here, by their numbers in the new layout."""
+        return {shard: self._assembled(shard, pieces) for shard, pieces in self.move.pieces.items()}
 
-    def blocks_of(self, owners: Sequence[int]) -> dict[int, Array]:
-        """Return those blocks whose owner is one of this task's devices."""
-        return {
-            shard: self._assembled(owner, self._begun.get(shard))
-            for shard, owner in enumerate(owners)
-            if owner in self._devices
-        }
-
-    def _assembled(self, device: int, out: Array | None) -> Array:
-        """Return a device's block, made of pieces that are here; in `out`, if some have been received in it."""
-        own = self._target.layout.block(self._target.shape, device)
-        pieces = self.plan.pieces[device]
-        if out is None and len(pieces) == 1 and pieces[0].box == own and len(pieces[0].sources) == 1:
-            whole = self._term(pieces[0].sources[0], own)
-            base = self.source.of.get(pieces[0].sources[0])
+    def _assembled(self, shard: int, pieces: Sequence[_Assembled]) -> Array:
+        out = self._begun.get(shard)
+        if out is None and len(pieces) == 1 and pieces[0].index is None and len(pieces[0].terms) == 1:
+            (term,) = pieces[0].terms
             # A small part of a block must not keep all of it in memory; and blocks that are whole are shared.
-            return base if base is not None and base.shape == whole.shape else np.array(whole, order="C")
+            is_whole = term.slot < 0 and term.index is None
+            return self._of[term.device] if is_whole else np.array(self._term(term), order="C")
         if out is None:
-            out = np.empty(own.shape, self._target.dtype)
-        combine = COMBINES[self.source.type.combine]
-        for box, sources in pieces:
-            target, terms = out[_within(box, own.start)], [self._term(of, box) for of in sources]
-            if len(terms) > 1:
-                combine(terms[0], terms[1], out=target)
-            elif _address(terms[0]) != _address(target):  # else it has been received there
-                target[...] = terms[0]
-            for term in terms[2:]:
-                combine(target, term, out=target)
+            out = np.empty(self.move.shapes[shard], self.move.dtype)
+        combine = self.move.combine
+        for index, (first, *more) in pieces:
+            target, value = _part(out, index), self._term(first)
+            if more:
+                combine(value, self._term(more[0]), out=target)
+            elif _address(value) != _address(target):  # else it has been received there
+                target[...] = value
+            for term in more[1:]:
+                combine(target, self._term(term), out=target)
         return out
 
-    def _term(self, of: int, box: Block) -> Array:
-        return self.part(of, box) if of in self.source.of else self.received[of, box]
+    def _term(self, term: _Term) -> Array:
+        return _part(self._of[term.device], term.index) if term.slot < 0 else self.received[term.slot]
+
+
+def _part(block: Array, index: Any) -> Array:
+    part: Array = block if index is None else block[index]
+    return part
 
 
 def _within(box: Block, start: Sequence[int]) -> Any:

@@ -149,6 +149,9 @@ class Update:
 
 Instruction = Load | Create | Move | Compute | Call | Fetch | Read | Update
 
+MAX_STRETCH = 64
+"""Functions of blocks that may change their order, so that few results are kept for longer than they have to be."""
+
 UPDATES = ("assign", "add", "sub", "gradient")
 """Kinds of them."""
 
@@ -167,7 +170,7 @@ class Program:
     variables: tuple[ArrayType, ...] = ()
     optimizers: int = 0
     _local_shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, compare=False)
-    settled: dict[tuple[int, int], Any] = field(default_factory=dict, compare=False)  # for runs: see `interpreter`
+    settled: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False)  # for runs: see `interpreter`
 
     def local_shape(self, register: int, device: int) -> tuple[int, ...]:
         """Return the shape of a device's block of an array."""
@@ -176,6 +179,19 @@ class Program:
             of = self.arrays[register]
             known = self._local_shapes[register, device] = of.layout.local_shape(of.shape, device)
         return known
+
+    @functools.cached_property
+    def stretches(self) -> list[tuple[int, int]]:
+        """The groups, as ranges: those that compute and follow each other together, and each other one."""
+        found: list[tuple[int, int]] = []
+        for nth, (item, *_) in enumerate(self.groups):
+            start, stop = found[-1] if found else (0, 0)
+            computes = isinstance(item, Compute) and found and isinstance(self.groups[start][0], Compute)
+            if computes and stop - start < MAX_STRETCH:
+                found[-1] = start, nth + 1
+            else:
+                found.append((nth, nth + 1))
+        return found
 
     @functools.cached_property
     def updates(self) -> list[Update]:

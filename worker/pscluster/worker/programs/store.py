@@ -26,35 +26,39 @@ class Blocks:
     of: Mapping[int, Array]
 
 
+Pattern = tuple[int, ...]
+"""For each device of a task, by its place there, the first one that has the same block in memory."""
+
+
 class Registers:
-    """The arrays of one run of a program, by register. Of one device its blocks suffice, until more is needed."""
+    """The arrays of one run of a program, by register."""
 
     def __init__(self, types: Sequence[ArrayType], devices: Sequence[int]) -> None:
-        self._types = types
-        self._blocks: dict[int, Blocks] = {}
-        self._device = devices[0]
-        self.only: dict[int, Array] | None = {} if len(devices) == 1 else None
-        """Those of the device, if there is one."""
+        self._types, self._devices = types, devices
+        self.of: list[dict[int, Array]] = [{} for _ in devices]
+        """Each device's blocks, by its place in the task."""
+        self.patterns: dict[int, Pattern] = {}
+        """Which devices share them."""
 
     def put(self, register: int, blocks: Blocks) -> None:
         """Write a register."""
-        self._blocks[register] = blocks
-        if self.only is not None:
-            self.only[register] = blocks.of[self._device]
+        first: dict[int, int] = {}
+        pattern = list[int]()
+        for place, device in enumerate(self._devices):
+            block = self.of[place][register] = blocks.of[device]
+            pattern.append(first.setdefault(id(block), place))
+        self.patterns[register] = tuple(pattern)
 
     def get(self, register: int) -> Blocks:
         """Read a register."""
-        if (blocks := self._blocks.get(register)) is None:
-            assert self.only is not None  # it was computed for one device
-            of = self._types[register]
-            blocks = self._blocks[register] = Blocks(of, {self._device: self.only[register]})
-        return blocks
+        by_device = {device: blocks[register] for device, blocks in zip(self._devices, self.of, strict=True)}
+        return Blocks(self._types[register], by_device)
 
     def drop(self, register: int) -> None:
         """Forget a register, which is not read any more."""
-        self._blocks.pop(register, None)
-        if self.only is not None:
-            self.only.pop(register, None)
+        for blocks in self.of:
+            blocks.pop(register, None)
+        self.patterns.pop(register, None)
 
 
 class BlockStore(Handle):
