@@ -25,6 +25,7 @@ from pscluster.core.functions.definitions import FunctionHandle, capture, partia
 from pscluster.core.ids import fresh_id
 from pscluster.keras.callbacks import DrivenCallback, driven
 from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
+from pscluster.keras.lazy_zeros import zeros_for
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
 from pscluster.keras.optimizers import mapped
@@ -225,9 +226,13 @@ class ServedModel:
         """This process's copy."""
         client = next(iter(self.variables.values())).client
         at = {name: index for index, name in enumerate(self.variables)}
-        return copy_of(
-            client, self.id, lambda: self._new_copy().model, self.backend, [at[name] for name in self.tables]
-        )
+        return copy_of(client, self.id, self._model_without_tables, self.backend, [at[name] for name in self.tables])
+
+    def _model_without_tables(self) -> Any:
+        """Return a new model, whose tables take no memory. On one thread at a time."""
+        paths = (weight.path for name, weight in zip(self.variables, self.weights, strict=True) if name in self.tables)
+        with zeros_for(frozenset(paths)):
+            return self._new_copy().model
 
     def _new_copy(self) -> Copy:
         check_backend(self.backend)

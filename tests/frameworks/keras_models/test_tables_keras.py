@@ -12,6 +12,7 @@ import pytest
 import pscluster.keras
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, optimizers
 from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.keras.lazy_zeros import zeros_for
 
 # Keras' own conversions of its variables.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -40,6 +41,29 @@ def recommender(optimizer: Any = None, words: dict[str, Any] | None = None) -> A
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     model.compile(optimizer or keras.optimizers.Adagrad(0.3), loss, metrics=["accuracy"])
     return model
+
+
+def resident() -> int:
+    """The bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_rows_that_are_not_used_take_no_memory() -> None:
+    """Of a table that a worker makes, also if `model_fn` sets rows. Other embeddings are made as always."""
+    rows, before = 1 << 22, resident()
+    with zeros_for(frozenset(["large/embeddings"])):
+        large, other = (keras.layers.Embedding(number, 64, name=name) for name, number in (("large", rows), ("o", 3)))
+        ids = keras.Input((), dtype="int32")
+        keras.Model(ids, [large(ids), other(ids)])
+    assert large.embeddings.shape == (rows, 64)
+    assert resident() - before < 256 << 20, "of 1 GiB"
+    assert np.asarray(keras.ops.convert_to_numpy(other.embeddings)).any()
+    with zeros_for(frozenset(["small/embeddings"])):
+        small = keras.layers.Embedding(3, 2, name="small")
+        small.build()
+    assert not np.asarray(keras.ops.convert_to_numpy(small.embeddings)).any()
+    small.set_weights([np.ones((3, 2))])
+    assert np.asarray(keras.ops.convert_to_numpy(small.embeddings)).all()
 
 
 def test_every_step_is_that_of_one_process(strategy: ParameterServerStrategy, tmp_path: Path) -> None:
