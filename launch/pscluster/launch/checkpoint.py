@@ -74,7 +74,14 @@ class Checkpoint:
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield a directory on this machine with its files: its own, or a copy that is deleted afterwards."""
+        """Yield a directory on this machine with its files: its own, or a copy that is deleted afterwards.
+
+            with checkpoint.as_directory() as folder:
+                model.load_state_dict(torch.load(f"{folder}/model.pt"))
+
+        Raises:
+            CheckpointError: it is gone, or its files can't be read.
+        """
         fs, path = self._located()
         if is_local(fs):
             if not Path(path).is_dir():
@@ -117,13 +124,18 @@ class Checkpoint:
     metadata = property(get_metadata, doc="What `set_metadata` has stored with it.")
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Store data beside its files, as JSON, in place of what there was. TypeError if it is no JSON."""
+        """Store data beside its files, as JSON, in place of what there was.
+
+        Raises:
+            TypeError: it is no JSON.
+            OSError: it can't be written there.
+        """
         text = json.dumps(dict(metadata))
         fs, path = self._located()
         fs.pipe_file(f"{path}/{_METADATA}", text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Store more data beside its files."""
+        """Store more data beside its files; names that are there already get new values. Raises as `set_metadata`."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
 

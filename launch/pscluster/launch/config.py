@@ -22,6 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 class ScalingConfig:
     """How many workers and parameter servers a run has.
 
+        Trainer(train, scaling=ScalingConfig(workers=4, ps=2))
+
     Args:
         workers: how many members; 0: one, in this process. `(fewest, most)`: the run is elastic: members may join and
             leave while it runs. It begins with as many as this machine has cores, within these limits; on the cluster
@@ -93,11 +95,16 @@ def _workers(workers: object) -> int | tuple[int, int]:
 class FailureConfig:
     """What happens when a worker dies.
 
+        RunConfig(failure=FailureConfig(max_failures=10))
+
     Args:
         max_failures: how often a member is begun again; -1: without a limit. In an elastic run, how often a worker is
             restarted: then the run goes on without it, if enough are left.
         restart: "worker": the one that died begins again, alone, and the others go on until they need it. "group": all
             begin again together; functions in torch, JAX or TensorFlow always do.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
     """
 
     max_failures: int = 3
@@ -118,10 +125,16 @@ class FailureConfig:
 class CheckpointConfig:
     """Which checkpoints of a run are kept.
 
+        RunConfig(checkpoint=CheckpointConfig(num_to_keep=3, score="loss", order="min"))
+
     Args:
         num_to_keep: how many; None: all. The newest is always kept.
         score: the name of the metric of rank 0 by which the best are kept; None: the newest are.
         order: whether a "max" or "min" score is best.
+        checkpoint_score_attribute, checkpoint_score_order: the same as `score` and `order`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
     """
 
     num_to_keep: int | None = None
@@ -149,6 +162,8 @@ def _new_name() -> str:
 @dataclass(frozen=True)
 class RunConfig:
     """The name of a run, where its files are, and how it fails and ends.
+
+        Trainer(train, run=RunConfig(name="digits", storage="s3://bucket/runs"))
 
     Args:
         name: of the run, and of its folder. Default: the time, and something random. `fit` under a name that there is

@@ -253,7 +253,14 @@ def _member(name: str) -> Member:
 
 
 def get_context() -> TrainContext:
-    """Return where this member stands among the others. MisuseError outside a training function."""
+    """Return where this member stands among the others.
+
+        if get_context().world_rank == 0:
+            print("begun")
+
+    Raises:
+        MisuseError: no training function runs in this process.
+    """
     return _member("get_context").context
 
 
@@ -265,6 +272,8 @@ def report(
     Every member has to report as often as the others. When this returns, the report and the checkpoint are in the run's
     folder for good, whatever dies, and the checkpoint's own directory may be deleted. A member that was restarted, and
     has not loaded a checkpoint, repeats the reports it had made: those return at once.
+
+        report({"loss": loss}, checkpoint=Checkpoint.from_directory(folder))
 
     Args:
         metrics: numbers, strings, bools and None by name; also arrays of one number.
@@ -285,24 +294,55 @@ def get_checkpoint() -> Checkpoint | None:
 
     Call it where the function begins, before it reports and before `get_dataset_shard`: the next report then follows
     the one that the checkpoint came with, and datasets go on where they were.
+
+        if (checkpoint := get_checkpoint()) is not None:
+            with checkpoint.as_directory() as folder:
+                model.load(folder)
+
+    Raises:
+        MisuseError: no training function runs in this process, or `get_dataset_shard` was called before.
     """
     return _member("get_checkpoint").checkpoint()
 
 
 def get_dataset_shard(name: str = "train") -> DatasetShard:
-    """Return this member's part of a dataset of `Trainer(datasets=)`. MisuseError if there is none of that name."""
+    """Return this member's part of a dataset: the same object each time.
+
+        data = get_dataset_shard("train")
+        for epoch in data.epochs(5):
+            for batch in data.iter_batches(64, shuffle=True):
+                ...
+
+    Args:
+        name: its name in `Trainer(datasets=)`.
+
+    Raises:
+        MisuseError: there is none of that name, or no training function runs in this process.
+    """
     return _member("get_dataset_shard").shard(name)
 
 
 def barrier() -> None:
-    """Wait until all members have come here. MemberTimeoutError names those that have not in time."""
+    """Wait until all members have come here, for at most `RunConfig(report_timeout=)` seconds.
+
+    Raises:
+        MemberTimeoutError: others have not come in time; the message names them.
+        MisuseError: no training function runs in this process.
+    """
     _member("barrier").meet("barrier")
 
 
 def broadcast(value: Any = None) -> Any:
-    """Return what rank 0 gives, on all members. Waits for all of them, as `barrier` does.
+    """Return what rank 0 gives, on all members. Wait for all of them, as `barrier` does.
 
-    TypeError if the value can't be sent: it is data, as the results of functions are.
+        seed = broadcast(int(time.time()))
+
+    Args:
+        value: on rank 0: data, such as numbers, strings, arrays, and lists and dicts of those. Of others it is ignored.
+
+    Raises:
+        TypeError: the value can't be sent.
+        MemberTimeoutError, MisuseError: as from `barrier`.
     """
     member = _member("broadcast")
     if member.context.world_rank:

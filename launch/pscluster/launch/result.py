@@ -40,7 +40,16 @@ class Result:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Result:
-        """Return the result of a run from its folder: a path, or a URL. CheckpointError if there is none."""
+        """Return the result of a run from its folder.
+
+            Result.load("~/pscluster_runs/digits").metrics
+
+        Args:
+            path: of the run's folder: a path, or a URL.
+
+        Raises:
+            CheckpointError: no run is there.
+        """
         storage, _, name = os.fspath(path).rstrip("/").rpartition("/")
         folder = RunFolder(storage or ".", name).read()
         return cls.of(folder, return_values=folder.run.get("return_values"))

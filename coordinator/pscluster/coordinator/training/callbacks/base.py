@@ -55,7 +55,21 @@ class Training:
 
 
 class Callback:
-    """Base class of callbacks, whose hooks do nothing."""
+    """Base class of callbacks, whose hooks do nothing.
+
+        class Pause(callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if logs["loss"] > 10:
+                    self.training.stop("the loss is too large")
+
+        coordinator.fit(step, data, epochs=5, callbacks=[Pause()])
+
+    Hooks are called in the script, by the thread that called `fit`, one after the other; what one of them raises ends
+    the training. Numbers in `logs` are floats, by the names that the step gives them: "loss" if it returns a number.
+
+    Attributes:
+        training: what the hooks see of the training, and stop it by.
+    """
 
     training: Training
 
@@ -64,41 +78,86 @@ class Callback:
         return self.training.params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin, before anything is scheduled. The training continues from what is restored here."""
+        """Begin, before anything is scheduled. The training continues from what is restored here.
+
+        Args:
+            logs: empty.
+        """
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Handle the training's clean end, early or not."""
+        """Handle the training's clean end, early or not.
+
+        Args:
+            logs: the last value of each series in the history.
+        """
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        """Handle Ctrl-C or SIGTERM. No function runs, and none follows."""
+        """Handle Ctrl-C or SIGTERM. No function runs, and none follows. An error of one callback is only logged.
+
+        Args:
+            logs: means over the steps of the epoch so far.
+        """
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Begin an epoch, before its first function is scheduled."""
+        """Begin an epoch, before its first function is scheduled.
+
+        Args:
+            epoch: from 0; a training that is resumed begins with a later one.
+            logs: empty.
+        """
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """End an epoch, all of whose functions have ended. `logs`: means over its steps, and "val_..." metrics."""
+        """End an epoch, all of whose functions have ended.
+
+        Args:
+            epoch: from 0.
+            logs: means over the epoch's steps, and the metrics of its evaluation, as "val_...". What a hook adds to
+                them is in the history, and in the logs of the callbacks that follow.
+        """
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Handle that a step, numbered from 0 in its epoch, is scheduled. It begins when a worker is free."""
+        """Handle that a step is scheduled. It begins when a worker is free.
+
+        Args:
+            batch: the number of the step in its epoch, from 0.
+            logs: empty.
+        """
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Handle that a step has ended. `batch` numbers the ends: steps end in another order than they begin."""
+        """Handle that a step has ended.
+
+        Args:
+            batch: how many of the epoch have ended before, from 0: steps end in another order than they begin.
+            logs: what the step has returned. `training.execution` says where it ran.
+        """
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Begin an evaluation."""
+        """Begin an evaluation.
+
+        Args:
+            logs: empty.
+        """
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """End an evaluation, whose metrics are the logs."""
+        """End an evaluation.
+
+        Args:
+            logs: its metrics, as "val_...".
+        """
 
     def close(self) -> None:
         """Release all resources: the training is over, for whatever reason."""
 
     def state(self) -> dict[str, Any]:
-        """Return what to save for a coordinator that resumes the training, for JSON."""
+        """Return what to save for a coordinator that resumes the training: values that JSON can have, by name."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state.
+
+        Args:
+            state: what `state` had returned.
+        """
 
 
 class CallbackList(Callback):
