@@ -93,8 +93,13 @@ def test_large_batches(vocabulary: int, with_arrow: bool, monkeypatch: pytest.Mo
     assert np.array_equal(layer(batch.astype(object)), [*expected, 0])
     assert np.array_equal(layer(np.array([*batch, "\ud800"])), [*expected, 0, 1]), "what UTF-8 does not have"
     assert np.array_equal(layer(batch[:-1].reshape(-1, 4)), expected.reshape(-1, 4))
-    with pytest.raises(TypeError, match="not None of type NoneType: replace what is missing by a string"):
-        layer(np.array([*batch, None], object))
+    for wrong, message in (
+        (None, "not None of type NoneType: replace what is missing by a string"),
+        (np.nan, "not nan of type float: replace what is missing by a string"),
+        (1.5, "not 1.5 of type float: convert them, for instance with"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            layer(np.array([*batch, wrong], object))
     with pytest.raises(TypeError, match="not 3 of type int: use an IntegerLookup"):
         layer(np.array([*batch, 3], object))
     counted = StringLookup(mask_token="", max_tokens=50).adapt(batch)

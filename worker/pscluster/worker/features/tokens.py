@@ -63,7 +63,10 @@ def texts_of(label: str, values: Any) -> tuple[list[str], tuple[int, ...]]:
     if kinds <= {str, bytes, np.str_, np.bytes_}:
         return [item.decode() if isinstance(item, bytes) else str(item) for item in flat], array.shape
     wrong = next(item for item in flat if not isinstance(item, str | bytes))
-    mend = "use an IntegerLookup" if isinstance(wrong, int) else "replace what is missing by a string"
+    if wrong is None or wrong != wrong:  # NaN, as pandas has it
+        mend = "replace what is missing by a string"
+    else:
+        mend = "use an IntegerLookup" if isinstance(wrong, int) else "convert them, for instance with astype(str)"
     raise TypeError(f"{label} takes strings, not {wrong!r} of type {type(wrong).__name__}: {mend}")
 
 
