@@ -151,9 +151,9 @@ def test_no_more_is_ahead_than_agreed() -> None:
 
     pipeline = Pipeline(source_of(Source()), "data", example_functions=(as_sent(abs, workers=1),))
     with closing(pipeline):
-        elements: Any = pipeline.elements(0, 0, 500)
+        elements: Any = pipeline.read(0, 0, 500)
         elements.prime()
-        other: Any = pipeline.elements(0, 500, 1000)
+        other: Any = pipeline.read(0, 500, 1000)
         other.prime()
         assert read == [0, 1, 2]
         assert next(elements) == 0
