@@ -35,7 +35,7 @@ from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessMap
-from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, source_of
+from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, Ranges, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -443,7 +443,7 @@ class DistributedDataset(StaysHere):
                 pipeline, nth = self._pipeline, next(self._ordinals)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-                listed = pipeline.source.listed if isinstance(pipeline.source, Blocks) else None
+                listed = pipeline.source.listed if isinstance(pipeline.source, Blocks | Ranges) else None
                 files = FileList(listed) if listed else None
                 self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.visited_length, files)
             return self._position

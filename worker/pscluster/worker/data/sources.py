@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,15 @@ from pscluster.core.values.arrays import described, plain_dtype
 Numbers = npt.NDArray[np.int64]
 
 _KEPT_BLOCKS = 2  # of a source that reads only ranges: successive batches are often in the same one
+
+
+class Listed(NamedTuple):
+    """A file of a source, as a position is of it."""
+
+    name: str
+    size: int  # in bytes
+    blocks: int  # in which it is read
+    digest: str = ""  # of its contents, if its size says little about them
 
 
 class Source(Protocol):
@@ -153,9 +162,23 @@ class Examples(_Sized):
         return [self._of[index] for index in wanted]
 
 
+class RowFiles(Sent):
+    """Base of what reads ranges of rows from files."""
+
+    @property
+    def listed(self) -> list[Listed]:
+        """The files, which a position is of."""
+        raise NotImplementedError
+
+
 @dataclass(init=False, eq=False)
 class Ranges(_Sized):
     """Data whose `read(start, stop)` returns a range of examples as a block. Keeps the last blocks."""
+
+    @property
+    def listed(self) -> list[Listed] | None:
+        """The files that it reads; None: these are not known."""
+        return self._of.listed if isinstance(self._of, RowFiles) else None
 
     @cached_property
     def _blocks(self) -> OrderedDict[tuple[int, int], Any]:
@@ -215,8 +238,8 @@ class Blocks(Sent):
         return None
 
     @property
-    def listed(self) -> list[tuple[str, int, int]] | None:
-        """The files: their names, sizes, and numbers of blocks; None: what it reads has no names."""
+    def listed(self) -> list[Listed] | None:
+        """The files; None: what it reads has no names."""
         return None
 
     @property
@@ -251,12 +274,12 @@ class Files(Blocks):
         return len(self.paths)
 
     @property
-    def listed(self) -> list[tuple[str, int, int]] | None:
+    def listed(self) -> list[Listed] | None:
         """The paths, with the sizes of those that are files here, else 0."""
         if not all(isinstance(path, str | os.PathLike) for path in self.paths):
             return None
         names = [os.fsdecode(path) for path in self.paths]
-        return [(name, os.path.getsize(name) if os.path.isfile(name) else 0, 1) for name in names]
+        return [Listed(name, os.path.getsize(name) if os.path.isfile(name) else 0, 1) for name in names]
 
     def name_of(self, index: int) -> str:
         return f"the file {self.paths[index]!r}, number {index} of the source"

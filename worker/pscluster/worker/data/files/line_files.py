@@ -14,7 +14,7 @@ import numpy as np
 
 from pscluster.worker.data.files.lines import lines_of, odd_quotes
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each, refuse_other_kinds
-from pscluster.worker.data.sources import Blocks, Numbers
+from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 HEAD = 1 << 16  # bytes of each file that are looked at
 _COUNTED = 1 << 30  # bytes in which lines are counted, to give a bad one's number
@@ -79,10 +79,10 @@ class LineBlocks(Blocks):
         return np.array([stop - start for _, start, stop in places], np.int64)
 
     @property
-    def listed(self) -> list[tuple[str, int, int]]:
+    def listed(self) -> list[Listed]:
         """The files, with their sizes and numbers of blocks."""
         counts = np.diff(self._starts).tolist()
-        return [(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
+        return [Listed(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
 
     def name_of(self, index: int) -> str:
         """Name the bytes of a block."""

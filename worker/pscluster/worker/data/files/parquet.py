@@ -21,7 +21,7 @@ import numpy as np
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
 from pscluster.worker.data.files.partitions import Partitions
-from pscluster.worker.data.sources import Blocks, Numbers, cut, size_of
+from pscluster.worker.data.sources import Blocks, Listed, Numbers, cut, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +123,10 @@ class ParquetBlocks(Blocks):
         return np.unique(self.table[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
 
     @property
-    def listed(self) -> list[tuple[str, int, int]]:
+    def listed(self) -> list[Listed]:
         """The files, with their sizes and numbers of blocks."""
         counts = np.bincount(self.table[:, 0], minlength=len(self.files)).tolist()
-        return [(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
+        return [Listed(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
 
     def name_of(self, index: int) -> str:
         """Name the rows of a block."""

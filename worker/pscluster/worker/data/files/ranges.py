@@ -1,7 +1,7 @@
 """What has rows that can be read in any order: npy files and Arrow's, both mapped into memory, and Hugging Face's.
 
 Before each read a mapped file's size is compared with what it was: reading past the end of one that was cut short would
-kill the process.
+kill the process. Files with as many rows are often of one size, so a digest of samples is saved with a position, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import numpy as np
 from pscluster.core.dtypes import array_of
 from pscluster.core.values import describe
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
-from pscluster.worker.data.files.opening import DataFile, Opener, of_each
-from pscluster.worker.data.sources import MappedArray, Numbers, Sent, joined, map_leaves
+from pscluster.worker.data.files.opening import DataFile, Opener, digests_of, of_each
+from pscluster.worker.data.sources import Listed, MappedArray, Numbers, RowFiles, Sent, joined, leaves, map_leaves
 
 _FILE_MAGIC, _STREAM_MAGIC = b"ARROW1", b"\xff\xff\xff\xff"
+
+
+def _listed(files: Sequence[DataFile]) -> list[Listed]:
+    return [Listed(file.path, file.size, 1, digest) for file, digest in zip(files, digests_of(files), strict=True)]
 
 
 def pieces_of(starts: Numbers, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -40,7 +44,7 @@ def pieces_of(starts: Numbers, start: int, stop: int) -> list[tuple[int, int, in
 
 
 @dataclass(init=False, eq=False)
-class NpyFiles(Sent):
+class NpyFiles(RowFiles):
     """The rows of arrays in npy files, one after another. The coordinator reads the files' headers.
 
     Raises:
@@ -65,6 +69,11 @@ class NpyFiles(Sent):
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def listed(self) -> list[Listed]:
+        """The files, with digests."""
+        return _listed(self.files)
 
     def read(self, start: int, stop: int) -> Any:
         """Return a copy of the rows [start, stop)."""
@@ -109,7 +118,7 @@ def _mapped(file: DataFile) -> MappedArray:
 
 
 @dataclass(init=False, eq=False)
-class Together(Sent):
+class Together(RowFiles):
     """Sources of ranges with the same number of examples, in a dict or tuple."""
 
     structure: Any
@@ -124,13 +133,18 @@ class Together(Sent):
         map_leaves(lambda leaf: lengths.append(len(leaf)), self.structure)
         return lengths[0]
 
+    @property
+    def listed(self) -> list[Listed]:
+        """The files of all, in the order of the structure."""
+        return [file for leaf in leaves(self.structure) for file in leaf.listed]
+
     def read(self, start: int, stop: int) -> Any:
         """Return the rows [start, stop) of each."""
         return map_leaves(lambda leaf: leaf.read(start, stop), self.structure)
 
 
 @dataclass(init=False, eq=False)
-class ArrowFiles(Sent):
+class ArrowFiles(RowFiles):
     """The rows of Arrow IPC files or streams, one after another. The coordinator reads the files' metadata.
 
     Args:
@@ -168,6 +182,11 @@ class ArrowFiles(Sent):
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def listed(self) -> list[Listed]:
+        """The files, with digests."""
+        return _listed(self.files)
 
     def read(self, start: int, stop: int) -> Any:
         """Return the columns of the rows [start, stop)."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
-from pscluster.worker.data.sources import Blocks, Numbers
+from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 KEY = "__key__"
 
@@ -56,9 +56,9 @@ class TarFiles(Blocks):
         return np.array([file.size for file in self.files], np.int64)
 
     @property
-    def listed(self) -> list[tuple[str, int, int]]:
+    def listed(self) -> list[Listed]:
         """The files, with their sizes and numbers of blocks."""
-        return [(file.path, file.size, 1) for file in self.files]
+        return [Listed(file.path, file.size, 1) for file in self.files]
 
     def name_of(self, index: int) -> str:
         """Name a tar."""
