@@ -657,6 +657,18 @@ def quick_worker(scheduler: Scheduler[int], index: int) -> None:
     scheduler.finish(index, task.id, 1e-6)
 
 
+@pytest.mark.parametrize(("waited", "ahead"), [(0.0, 1), (0.4, 1), (0.6, 2)])
+def test_functions_that_wait_for_their_data(waited: float, ahead: int) -> None:
+    """A worker has one more of them, whose data it can prepare; not before the second, and not if another has none."""
+    scheduler, (first, *tasks) = scheduler_with(6, up=2)
+    assert scheduler.take(0) == [first]
+    scheduler.finish(0, first.id, 1.0, waited)
+    assert len(scheduler.take(0)) == 1 + ahead
+    assert scheduler.take(0) == []
+    assert len(scheduler.take(1)) == 1
+    assert all(task.state is State.SENT for task in tasks[: 2 + ahead])
+
+
 def test_lost_functions_go_to_the_head_in_their_order() -> None:
     """What a lost worker had runs before what was never sent, the oldest first."""
     scheduler, tasks = scheduler_with(8)

@@ -68,7 +68,7 @@ class Outcomes:
             before, unblocked = scheduler.error, False
             for outcome in outcomes:
                 task_id, kind, seconds = outcome.function, outcome.kind, outcome.seconds
-                if kind == Outcome.DONE and (task := scheduler.finish(index, task_id, seconds)) is not None:
+                if kind == Outcome.DONE and (task := scheduler.finish(index, task_id, seconds, outcome.waited)):
                     if seconds >= SHORT_SECONDS or not task_id & (EACH - 1) or task.attempts > 1:  # as the worker does
                         metrics.remember(task, task.payload.function.name, index, begin, "done")
                     if task.payload.parts:

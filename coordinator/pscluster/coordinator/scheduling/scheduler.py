@@ -172,8 +172,8 @@ class Scheduler(Assignments[P]):
 
     # Events: an outcome comes
 
-    def finish(self, index: int, task_id: int, seconds: float) -> Task[P] | None:
-        """End a task whose function returned after `seconds`.
+    def finish(self, index: int, task_id: int, seconds: float, waited: float = 0.0) -> Task[P] | None:
+        """End a task whose function returned after `seconds`, of which it `waited` some for its data.
 
         None if that does not count: the worker no longer has it, or was asked to stop it (see `ended_badly`).
         """
@@ -181,7 +181,11 @@ class Scheduler(Assignments[P]):
         task = worker.sent.pop(task_id, None) if task_id != worker.stopping else None
         if task is None:
             return None
-        worker.seconds = seconds if worker.seconds is None else worker.seconds + _SMOOTHING * (seconds - worker.seconds)
+        if worker.seconds is None:
+            worker.seconds, worker.waited = seconds, waited
+        else:
+            worker.seconds += _SMOOTHING * (seconds - worker.seconds)
+            worker.waited += _SMOOTHING * (waited - worker.waited)
         worker.done += 1
         self._end(task, State.DONE)
         return task

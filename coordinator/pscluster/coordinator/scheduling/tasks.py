@@ -129,6 +129,7 @@ class WorkerState(Generic[P]):
     stopping: int = 0  # id of a task that ran too long and was asked to stop
     sent_count: int = 0
     seconds: float | None = None  # of a function, smoothed
+    waited: float = 0.0  # of these, for its data
     done: int = 0  # functions that returned
 
     @property
@@ -143,7 +144,12 @@ class WorkerState(Generic[P]):
 
     @property
     def window(self) -> int:
-        """Return how many tasks to keep with this worker: one until it is known how long they take."""
+        """Return how many tasks to keep with this worker: one until it is known how long they take.
+
+        Where they mostly wait for their data, the data of one more is prepared: else a map's processes would have
+        nothing to do while a function ends and the next one is on its way.
+        """
         if self.seconds is None:
             return 1
-        return min(MAX_WINDOW, 2 + int(TARGET_SECONDS / max(self.seconds, 1e-6)))
+        waiting = 2 if 2 * self.waited > self.seconds else 1
+        return min(MAX_WINDOW, 1 + waiting + int(TARGET_SECONDS / max(self.seconds, 1e-6)))
