@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pscluster.core.checks import type_of
+from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError
 from pscluster.keras.own_steps import AppliedGradients, has_own
 from pscluster.keras.tables import Table, embeddings_of
@@ -65,6 +66,8 @@ class Copy(ABC):
         self.tables = [Table(layers[id(trainable[index])]) for index in tables]
         self.trainable = [variable for index, variable in enumerate(trainable) if index not in tables]
         self._has_own_step = has_own(model, "train_step")
+        self._has_own_metrics = has_own(model, "compute_metrics") or has_own(model, "get_metrics_result")
+        self._metrics: list[Any] = []  # whose results a training step returns; known once it is built
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._applied: AppliedGradients | None = None
         self._built = False
@@ -141,6 +144,8 @@ class Copy(ABC):
             self.model.compute_metrics(x, y, y_pred, weights)
         self.model.reset_metrics()
         self.initial_metrics = [to_numpy(variable) for variable in self.model.metrics_variables]
+        unused = None if self._has_own_step else self.model._loss_tracker  # the mean of losses, which `fit` computes
+        self._metrics = [metric for metric in self.model.metrics if metric is not unused]
         self._built = True
 
     @property
@@ -217,6 +222,6 @@ def _as_keras_takes_it(leaf: Any) -> Any:
     """Convert as `Model.fit` does: floating arrays to `keras.config.floatx()`."""
     import keras
 
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f" and leaf.dtype.name != keras.config.floatx():
-        return leaf.astype(keras.config.floatx())
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+        return leaf.astype(dtype_named(keras.config.floatx()), copy=False)
     return leaf

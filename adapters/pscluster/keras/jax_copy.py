@@ -28,6 +28,7 @@ class JaxCopy(Copy):
         # Where each of the model's own order is: among those that were read, or among the local ones.
         self._others = [(by_id.get(id(v)), v) for v in model.non_trainable_variables]
         self._states = [variable.value for variable in self.local]
+        self._start: list[Any] = []  # the initial values of metrics, as JAX has them at once
         self._changed: list[int] = []  # of those that were read; known once the step has been traced
         jit = jax.jit if model.jit_compile and not model.run_eagerly else lambda function: function
         self._train_step, self._test_step, self._outputs = jit(self._trained), jit(self._tested), jit(self._predicted)
@@ -40,13 +41,19 @@ class JaxCopy(Copy):
         self._ids = {kind: jit(partial(self._looked_up, run)) for kind, run in runs.items()}
         self._checked: set[str] = set()
 
+    def build(self, x: Any, y: Any, y_pred: Any, weights: Any) -> None:
+        import jax.numpy as jnp
+
+        super().build(x, y, y_pred, weights)
+        self._start = [jnp.asarray(value) for value in self.initial_metrics]
+
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, self.initial_metrics, x, y, weights, of="train")
+        fetched = self._fetched(tables, trainable, others, self._start, x, y, weights, of="train")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         loss, logs, (gradients, of_rows), changes, self._states = self._train_step(
-            (trainable, rows), places, others, self._states, self.initial_metrics, x, y, weights
+            (trainable, rows), places, others, self._states, self._start, x, y, weights
         )
         return StepOutcome(
             None if loss is None else float(loss),

@@ -47,8 +47,13 @@ def make_model(model_fn: Callable[[], Any], policy: str) -> Any:
     return made[0]
 
 
-def copy_of(client: PsClient, served: int, make: Callable[[], Any], backend: str, tables: Sequence[int]) -> Copy:
-    """Return this process's copy of a served model, for the replica that runs here. `tables`: as of `Copy`."""
+def copy_of(
+    client: PsClient, served: int, make: Callable[[], Any], backend: str, tables: Callable[[], Sequence[int]]
+) -> Copy:
+    """Return this process's copy of a served model, for the replica that runs here. `tables` returns those of `Copy`.
+
+    Both functions are called for a new copy only.
+    """
     function = current_function()
     replica = 0 if function is None or function.replica is None else int(function.replica.replica_id)
     with _making:
@@ -59,7 +64,7 @@ def copy_of(client: PsClient, served: int, make: Callable[[], Any], backend: str
                 if function is not None and variable.path.endswith("seed_generator_state"):
                     state = to_numpy(variable)
                     variable.assign(state + np.array([function.worker_index + replica, 0], state.dtype))
-            copy = copies[served, replica] = class_of(backend)(model, tables)
+            copy = copies[served, replica] = class_of(backend)(model, tables())
         return copy
 
 

@@ -33,7 +33,15 @@ from pscluster.keras.own_steps import has_own
 from pscluster.keras.tables import chosen
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, is_finite
+from pscluster.ps.handles.parameters import (
+    Applied,
+    Parameter,
+    apply_all,
+    assign_all,
+    create_variables,
+    is_finite,
+    nonfinite,
+)
 from pscluster.ps.handles.reads import read_variables
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Variable
@@ -112,15 +120,15 @@ class ServedModel:
 
     def _check_finite(self, names: Sequence[str], outcome: StepOutcome) -> None:
         """Raise InvalidUpdateError if something is not finite, unless its optimizer has a policy for that."""
-        found: list[tuple[str, Any]] = []
+        checked: dict[str, Any] = {}
         if self.optimizer.preprocessing.nonfinite == "apply":
             split = len(outcome.gradients)
-            found += [(f"the gradient of {name}", of) for name, of in zip(names, outcome.gradients, strict=False)]
-            found += [(f"the change of {names[split + at]}", change) for at, change in outcome.changes]
+            checked = {f"the gradient of {name}": of for name, of in zip(names, outcome.gradients, strict=False)}
+            checked |= {f"the change of {names[split + at]}": change for at, change in outcome.changes}
         for (name, optimizer), rows in zip(self.tables.items(), outcome.of_tables, strict=True):
             if rows is not None and optimizer.preprocessing.nonfinite == "apply":
-                found.append((f"the gradient of {name}", rows.values))
-        if bad := [what for what, value in found if value is not None and not is_finite(value)]:
+                checked[f"the gradient of {name}"] = rows.values
+        if bad := nonfinite({what: value for what, value in checked.items() if value is not None}):
             loss = "" if outcome.loss is None else f" (the loss is {outcome.loss:g})"
             raise InvalidUpdateError(
                 f"NaN or infinity in {', '.join(bad[:3])}{loss}: nothing was applied; lower "
@@ -225,8 +233,12 @@ class ServedModel:
     def _copy(self) -> Copy:
         """This process's copy."""
         client = next(iter(self.variables.values())).client
+        return copy_of(client, self.id, self._model_without_tables, self.backend, self._places_of_tables)
+
+    def _places_of_tables(self) -> list[int]:
+        """Return which of the weights are tables, in their order."""
         at = {name: index for index, name in enumerate(self.variables)}
-        return copy_of(client, self.id, self._model_without_tables, self.backend, [at[name] for name in self.tables])
+        return [at[name] for name in self.tables]
 
     def _model_without_tables(self) -> Any:
         """Return a new model, whose tables take no memory. On one thread at a time."""

@@ -24,38 +24,46 @@ class TorchCopy(Copy):
 
     def __init__(self, model: Any, tables: Sequence[int] = ()) -> None:
         super().__init__(model, tables)
+        self._parameters = [variable.value for variable in self.weights]  # which Keras keeps, and takes long to return
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._warned = False
 
+    def build(self, x: Any, y: Any, y_pred: Any, weights: Any) -> None:
+        x, y, weights = _as_tensors(x, y, weights)
+        super().build(x, y, y_pred, weights)
+
     def load(self, values: Sequence[Array]) -> None:
-        for variable, value in zip(self.weights, values, strict=True):
+        for parameter, value in zip(self._parameters, values, strict=True):
             tensor = _tensor(value)
-            parameter = variable.value
             # Without a copy where it can be.
-            parameter.data = tensor if parameter.device.type == "cpu" else tensor.to(parameter.device)
+            parameter.data = tensor if self._on_cpu else tensor.to(parameter.device)
+            parameter.grad = None
 
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
-        model = self.model
-        before = [np.array(value) for value in values[len(self.trainable) :]]
+        model, split = self.model, len(self.trainable)
+        trainable, others = self._parameters[:split], self._parameters[split:]
+        before = [np.array(value) for value in values[split:]]
         self.load(values)
-        versions = [variable.value._version for variable in self.non_trainable]
-        model.reset_metrics()
-        model.zero_grad()
+        versions = [parameter._version for parameter in others]
+        for metric in self._metrics:
+            metric.reset_state()
         if self._has_own_step:
             loss, logs, gradients, of_tables = *self._own_step(x, y, weights), []
         else:
+            x, y, weights = _as_tensors(x, y, weights)
             with self._looking_up(tables) as leaves:
                 y_pred = self._call(x, training=True)
                 loss = model.compute_loss(x, y, y_pred, weights)
             scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
             scaled.backward()
-            gradients = [variable.value.grad for variable in self.trainable]
+            gradients = [parameter.grad for parameter in trainable]
             self._warn_of_missing(gradients)
-            logs = {name: to_numpy(value) for name, value in model.compute_metrics(x, y, y_pred, weights).items()}
+            logs = {name: _number(value) for name, value in self._results_of(x, y, y_pred, weights).items()}
             loss, of_tables = float(loss.detach()), [_slices(of_table) for of_table in leaves]
         changes = [
-            (index, _array(variable.value) - before[index])
-            for index, (variable, version) in enumerate(zip(self.non_trainable, versions, strict=True))
-            if variable.value._version != version
+            (index, _array(parameter) - before[index])
+            for index, (parameter, version) in enumerate(zip(others, versions, strict=True))
+            if parameter._version != version
         ]
         arrays = [None if gradient is None else _array(gradient) for gradient in gradients]
         return StepOutcome(loss, logs, arrays, of_tables, changes)
@@ -81,6 +89,7 @@ class TorchCopy(Copy):
         import torch
 
         model = self.model
+        x, y, weights = _as_tensors(x, y, weights)
         self.load(values)
         for variable, value in zip(model.metrics_variables, metrics, strict=True):
             variable.assign(value)
@@ -118,12 +127,27 @@ class TorchCopy(Copy):
     def _call(self, x: Any, *, training: bool) -> Any:
         return self.model(x, **self._mode(training))
 
+    def _results_of(self, x: Any, y: Any, y_pred: Any, weights: Any) -> dict[str, Any]:
+        """Do what `Model.compute_metrics` does, without the mean of losses, which is not that of the batch."""
+        model = self.model
+        if self._has_own_metrics:
+            results: dict[str, Any] = model.compute_metrics(x, y, y_pred, weights)
+            return results
+        if model._compile_metrics is not None:
+            model._compile_metrics.update_state(y, y_pred, weights)
+        results = {}
+        for metric in self._metrics:
+            result = metric.result()
+            results.update(result if isinstance(result, dict) else {metric.name: result})
+        return results
+
     def _warn_of_missing(self, gradients: Sequence[Any]) -> None:
         """Log once, as Keras does, which weights the loss does not depend on."""
+        if self._warned or not any(gradient is None for gradient in gradients):
+            return
         missing = [v.path for v, gradient in zip(self.trainable, gradients, strict=True) if gradient is None]
-        if missing and not self._warned:
-            logger.warning("the loss does not depend on %s, which keep their values", ", ".join(missing))
-            self._warned = True
+        logger.warning("the loss does not depend on %s, which keep their values", ", ".join(missing))
+        self._warned = True
 
 
 def _slices(leaves: Sequence[tuple[Rows, Any]]) -> IndexedSlices | None:
@@ -134,6 +158,31 @@ def _slices(leaves: Sequence[tuple[Rows, Any]]) -> IndexedSlices | None:
     if len(parts) > 1:
         return IndexedSlices(np.concatenate([part for _, part in parts]), np.concatenate([ids for ids, _ in parts]))
     return IndexedSlices(parts[0][1], parts[0][0])
+
+
+def _as_tensors(*parts: Any) -> list[Any]:
+    """Return arrays, or nested ones, as Keras' tensors, which a model's own `compute_loss` gets in `Model.fit`, too.
+
+    Keras would convert them for each loss and metric.
+    """
+    import keras
+
+    if all(part is None or type(part) is np.ndarray for part in parts):  # without the time that trees take
+        return [_as_tensor(part) for part in parts]
+    return [keras.tree.map_structure(_as_tensor, part) for part in parts]
+
+
+def _as_tensor(leaf: Any) -> Any:
+    import keras
+
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
+
+
+def _number(value: Any) -> Any:
+    """Return the result of a metric as an array."""
+    import torch
+
+    return _array(value) if isinstance(value, torch.Tensor) else to_numpy(value)
 
 
 def _tensor(value: Any) -> Any:
