@@ -11,7 +11,7 @@ from tests.frameworks.test_from_ddp import EXAMPLES, losses_and_accuracy, losses
 from tests.roles.processes import run
 
 SCRIPT = """
-    import os, runpy, signal, sys, threading, time
+    import os, runpy, signal, sys
     from pathlib import Path
     from pscluster.launch import RunConfig, ScalingConfig, Trainer, get_context
 
@@ -23,13 +23,13 @@ SCRIPT = """
                 os.close(os.open(Path(folder, "died"), os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 pass
-            else:  # in the middle of the training, which all have begun together
+            else:  # when all have begun together, and none has ended an epoch
                 import torch.distributed as dist
-                def die():
-                    while not dist.is_initialized():
-                        time.sleep(0.01)
+                begin = dist.init_process_group
+                def begin_and_die(*args):
+                    begin(*args)
                     os.kill(os.getpid(), signal.SIGKILL)
-                threading.Thread(target=die, daemon=True).start()
+                dist.init_process_group = begin_and_die
         runpy.run_path(script, run_name="__main__")
 
     if __name__ == "__main__":
