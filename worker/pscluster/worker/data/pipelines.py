@@ -178,12 +178,9 @@ class Pipeline(Sent):
 
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
-        for found in self.read(epoch, start, stop):
-            if isinstance(found, Batches):
-                while found:
-                    yield found.take()
-            else:
-                yield found
+        found = self.read(epoch, start, stop)
+        # Those of a map in processes come one by one, and are closed by who has them.
+        return found if isinstance(found, ProcessedElements) else _one_by_one(found)
 
     def read(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements as `elements` does, but those that are read at once together, as `Batches`."""
@@ -401,3 +398,12 @@ class Pipeline(Sent):
 def numbered(pipeline: Pipeline, _index: int) -> Pipeline:
     """Return the pipeline: what a worker calls for the one with this number."""
     return pipeline
+
+
+def _one_by_one(found: Iterator[Any]) -> Iterator[Any]:
+    for each in found:
+        if isinstance(each, Batches):
+            while each:
+                yield each.take()
+        else:
+            yield each
