@@ -1,7 +1,8 @@
 """Variables that are cut otherwise while functions use them: nothing is lost, nothing is applied twice.
 
 Gradients are ones, so that each row of an Adagrad table depends on how often it was updated alone: expected values are
-those of plain NumPy. Each fault strikes once amid a cut, which is then done or undone.
+those of plain NumPy. An `EmbeddingTable` has rows like these, by ids that are strings. Each fault strikes once amid a
+cut, which is then done or undone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.faults.armed import Armed, armed_cluster
+from tests.ps.strings import texts_of
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator.api import (
@@ -30,10 +32,11 @@ from pscluster.coordinator.api import (
     ShardedVariable,
     SynchronousStrategy,
     Variable,
+    initializers,
     optimizers,
 )
 from pscluster.coordinator.moves.plan import Plan, ProposedCut
-from pscluster.core.errors import MisuseError, PsClusterError
+from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
 
 ROWS, DIM, BATCH = 4000, 4, 256
 Ids = npt.NDArray[np.int64]
@@ -47,6 +50,9 @@ DEATHS = {
 }
 """Points at which a server dies, and whether the cut is done nevertheless."""
 
+OF_TABLES = ("ps.capture.after", "ps.fill.after", "ps.adopt_cut.before")
+"""Those that are tried with an `EmbeddingTable`; one of them, and the others, with a variable."""
+
 CHIEF_DEATHS = (
     "coordinator.recut.copied",
     "coordinator.recut.sealed",
@@ -54,6 +60,7 @@ CHIEF_DEATHS = (
     "coordinator.recut.adopted",
 )
 POINTS_OF_RECUTS = (*DEATHS, *CHIEF_DEATHS)
+TEXTS = texts_of(np.arange(ROWS))
 
 
 def values_after(counts: Ids) -> npt.NDArray[np.float32]:
@@ -74,6 +81,7 @@ class Job:
             self.table = Variable(
                 np.zeros((ROWS, DIM), np.float32), name="table", partitioner=FixedShardsPartitioner(2)
             )
+            self.rows = EmbeddingTable(DIM, ids=str, initializer=initializers.Zeros(), name="by-id", num_shards=2)
             self.count = Variable(np.zeros((64, 2), np.int64), name="count")
             self.adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
         self.coordinator = ClusterCoordinator(strategy)
@@ -81,23 +89,27 @@ class Job:
         chances = np.arange(1, ROWS + 1) ** -1.1
         self.chances = chances / chances.sum()
         self.expected, self.done, self.added = np.zeros(ROWS, np.int64), 0, 0
-        table, count, adagrad = self.table, self.count, self.adagrad
+        self.expected_by_id = np.zeros_like(self.expected)
+        table, rows, count, adagrad = self.table, self.rows, self.count, self.adagrad
 
-        def step(ids: Ids) -> tuple[int, int]:
+        def step(ids: Ids, by_id: bool) -> tuple[int, int]:
             assert np.isfinite(table.gather(ids)).all()
-            adagrad.apply_gradients([(IndexedSlices(np.ones((len(ids), DIM), np.float32), ids), table)])
+            ones = np.ones((len(ids), DIM), np.float32)
+            of_table, of_rows = (IndexedSlices(ones, ids), table), (IndexedSlices(ones, TEXTS[ids]), rows)
+            adagrad.apply_gradients([of_table, of_rows] if by_id else [of_table])
             count.assign_add(np.ones(count.shape, np.int64))
             return table.num_shards, len(table.variables)
 
         self.step = step
 
-    def schedule(self, count: int) -> list[Any]:
+    def schedule(self, count: int, *, by_id: bool = True) -> list[Any]:
         functions = []
         for _ in range(count):
             ids = np.unique(self.rng.choice(ROWS, BATCH, p=self.chances))
             self.expected[ids] += 1
+            self.expected_by_id[ids] += by_id
             self.done += 1
-            functions.append(self.coordinator.schedule(self.step, args=(ids,)))
+            functions.append(self.coordinator.schedule(self.step, args=(ids, by_id)))
         return functions
 
     def plan(self, *cuts: ProposedCut) -> Plan:
@@ -110,6 +122,8 @@ class Job:
         """All functions have counted once, on every row, and nothing is left of other cuts."""
         self.coordinator.join(TIMEOUT)
         np.testing.assert_allclose(self.table.numpy(), values_after(self.expected), rtol=1e-5)
+        np.testing.assert_allclose(self.rows.lookup(TEXTS), values_after(self.expected_by_id), rtol=1e-5)
+        assert len(self.rows) == np.count_nonzero(self.expected_by_id)
         slot = self.adagrad.slot(self.table, "accumulator").numpy()
         np.testing.assert_array_equal(slot, np.repeat(self.expected[:, None], DIM, axis=1))
         assert set(self.count.numpy().reshape(-1).tolist()) == {self.done + self.added}
@@ -139,7 +153,7 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
     Functions are scheduled throughout, and another thread of the script updates what is being cut.
     """
     strategy, table, count, added = job.strategy, job.table, job.count, 0
-    job.schedule(60)
+    job.schedule(60, by_id=False)
     job.coordinator.join(TIMEOUT)
     plan = strategy.plan()
     assert plan.peak > 1.3
@@ -161,9 +175,9 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
         adding.start()
         stack.callback(adding.join)
         stack.callback(over.set)
-        first = job.schedule(40)
+        first = job.schedule(40, by_id=False)
         applied = strategy.apply(replace(plan, cuts=(*plan.cuts, job.cut(count, 4, by_rows=False))))
-        last = job.schedule(40)
+        last = job.schedule(40, by_id=False)
         more.clear()
         assert more.wait(TIMEOUT)
     job.added = added
@@ -182,7 +196,7 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
     np.testing.assert_array_equal(slot.numpy(), np.repeat(job.expected[:, None], DIM, axis=1))
 
     then = strategy.client.statuses()
-    job.schedule(60)
+    job.schedule(60, by_id=False)
     job.coordinator.join(TIMEOUT)
     moved = [
         now.bytes_in + now.bytes_out - before.bytes_in - before.bytes_out
@@ -201,21 +215,24 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", DEATHS)
-def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str) -> None:
+@pytest.mark.parametrize(
+    ("point", "by_id"), [*((point, point in OF_TABLES) for point in DEATHS), ("ps.fill.after", False)]
+)
+def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str, by_id: bool) -> None:
     """It is restarted, and has what it should; the cut is done, or can be made again."""
     armed.arm(f"ps/{point}=kill@1")
     job.schedule(20)
-    shards = job.table.num_shards
-    plan = job.plan(job.cut(job.table, shards + 2))
+    table = job.rows if by_id else job.table
+    shards = table.num_shards
+    plan = job.plan(job.cut(table, shards + 2))
     if not DEATHS[point]:
-        with pytest.raises(PsClusterError, match="variable 'table' is cut as before"):
+        with pytest.raises(PsClusterError, match=f"variable '{table.name}' is cut as before"):
             job.strategy.apply(plan)
-        assert job.table.num_shards == shards
+        assert table.num_shards == shards
         job.check()
     job.strategy.apply(plan)
     armed.until_struck(f"ps/{point}=kill@1", calls=False)
-    assert job.table.num_shards == shards + 2
+    assert table.num_shards == shards + 2
     job.schedule(20)
     job.check()
 
@@ -225,7 +242,9 @@ def test_all_die_after_a_cut(armed: Armed, job: Job) -> None:
     """Workers take up the cut that there is then, and servers have saved it."""
     job.schedule(20)
     armed.cluster.kill("worker", 0, signal.SIGKILL)
-    job.strategy.apply(job.plan(job.cut(job.table, job.table.num_shards + 1)))
+    job.strategy.apply(
+        job.plan(job.cut(job.table, job.table.num_shards + 1), job.cut(job.rows, job.rows.num_shards - 1))
+    )
     for index in range(2):
         armed.cluster.kill("ps", index, signal.SIGKILL)
     job.schedule(20)
@@ -236,6 +255,10 @@ def test_all_die_after_a_cut(armed: Armed, job: Job) -> None:
     job.schedule(20)
     job.check()
     assert gone is job.count
+    shard, target = job.rows.variables[0], 1 - job.rows.owners[0]
+    assert job.strategy.move_shard(shard, target) is not None
+    job.schedule(20)
+    job.check()
 
 
 @pytest.mark.timeout(60)
@@ -246,7 +269,8 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         with strategy.scope():
             plain = Variable(np.zeros((8, 2), np.float32), name="plain")
             encoded = Variable(np.zeros((8, 2), np.float32), name="encoded", wire_dtype="bfloat16")
-            table = EmbeddingTable(4, name="rows", num_shards=2)
+            table = EmbeddingTable(4, name="rows", num_shards=4)
+            limited = EmbeddingTable(4, name="limited", num_shards=2, max_bytes=1000 * 32)
             parts = [Variable(np.zeros((4, 2), np.float32), name=f"part-{index}") for index in range(2)]
             joined = ShardedVariable(parts)
             sgd = optimizers.SGD(1.0, name="sgd")
@@ -264,13 +288,18 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
                 ProposedCut(each.name, 0, 0.9, each.num_shards, 4, True) for each in (plain, encoded, table, parts[0])
             ),
         )
+        limited.scatter_add(IndexedSlices(np.ones((1900, 4)), np.arange(1900)))
+        with pytest.raises(
+            InvalidUpdateError, match=r"table 'limited' is cut as before: in 3 shards .* max_bytes are 32,000"
+        ):
+            strategy.apply(replace(plan, cuts=(ProposedCut("limited", 0, 0.9, 2, 3, True),)))
         applied = strategy.apply(plan)
         assert [cut.variable for cut in applied.cuts] == ["plain", "encoded"]
         reasons = dict(applied.left)
         assert reasons.keys() == {"rows", "part-0"}
-        assert "EmbeddingTable" in reasons["rows"]
+        assert reasons["rows"] == "it has 4 shards, and is to have 4"
         assert "joined" in reasons["part-0"]
-        assert "rows: not cut otherwise, since it is an EmbeddingTable" in str(applied)
+        assert "rows: not cut otherwise, since it has 4 shards" in str(applied)
         assert joined.numpy().shape == (8, 2)
         for _ in range(10):
             coordinator.schedule(push)
@@ -291,8 +320,8 @@ SCRIPT = """
     from dataclasses import replace
     import numpy as np
     from pscluster.coordinator import (
-        ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable,
-        optimizers,
+        ClusterCoordinator, EmbeddingTable, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy,
+        TFConfigClusterResolver, Variable, initializers, optimizers,
     )
     from pscluster.coordinator.moves.plan import ProposedCut
     from tests.faults.steps import note
@@ -300,24 +329,30 @@ SCRIPT = """
     strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
     with strategy.scope():
         trained = Variable(np.zeros((32, 2), np.float32), name="trained")
+        rows = EmbeddingTable(2, initializer=initializers.Zeros(), name="rows", num_shards=2)
         adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
     coordinator = ClusterCoordinator(strategy)
 
     def step():
-        adagrad.apply_gradients([(np.ones((32, 2), np.float32), trained)])
+        ones = np.ones((32, 2), np.float32)
+        adagrad.apply_gradients([(ones, trained), (IndexedSlices(ones, np.arange(32)), rows)])
 
     for done in range(strategy.progress.get("done", 0), 8):
-        if trained.num_shards < 2 + done:
-            cut = ProposedCut("trained", 0, 0.9, trained.num_shards, 2 + done, done % 2 == 1)
-            strategy.apply(replace(strategy.plan(), moves=(), cuts=(cut,)))
+        cuts = tuple(
+            ProposedCut(each.name, 0, 0.9, each.num_shards, 2 + done, done % 2 == 1)
+            for each in (trained, rows)
+            if each.num_shards < 2 + done
+        )
+        strategy.apply(replace(strategy.plan(), moves=(), cuts=cuts))
         if done:
             coordinator.schedule(step, key=f"step {done}").fetch()  # once more, after the cut: it changes nothing
         coordinator.schedule(step, key=f"step {done + 1}").fetch()
         strategy.save_progress(done=done + 1)
     expected = -np.sum(1 / np.sqrt(np.arange(1, 9)))
     np.testing.assert_allclose(trained.numpy(), np.full((32, 2), expected), rtol=1e-5)
+    np.testing.assert_array_equal(rows.lookup(np.arange(32)), trained.numpy())
     held = sum(each.variables for each in strategy.client.statuses())
-    note(sys.argv[1], "result", f"{adagrad.iterations} {trained.num_shards} {held}")
+    note(sys.argv[1], "result", f"{adagrad.iterations} {trained.num_shards} {rows.num_shards} {held}")
 """
 
 
@@ -330,4 +365,4 @@ def test_the_coordinator_dies_amid_cuts(armed: Armed, job: Job, tmp_path: Path) 
     codes = armed.run_until_it_ends(SCRIPT, tmp_path, most=2 + len(faults))
     assert codes == [-signal.SIGKILL] * len(faults) + [0]
     armed.until_struck(*faults, calls=False)
-    assert (tmp_path / "result").read_text() == "8 9 9"
+    assert (tmp_path / "result").read_text() == "8 9 9 18"

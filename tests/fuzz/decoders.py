@@ -239,7 +239,7 @@ def _table(variable: int, owner: int = 0) -> tuple[ps_pb2.Request, bytes]:
     request, _ = creation(variable, "float32", (8, 10), owner)
     spec = request.create.variable
     spec.asynchronous = True
-    spec.table.CopyFrom(ps_pb2.TableSpec(dim=4, initializer="zeros", id_bytes=16))
+    spec.table.CopyFrom(ps_pb2.TableSpec(dim=4, initializer="zeros", id_bytes=16, capacity=9))
     request.create.initializer.name, request.create.initializer.numbers = "zeros", "{}"
     return request, b""
 

@@ -317,6 +317,7 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             ValueError: `by` is neither.
+            InvalidUpdateError: a table would take more than its `max_bytes` on a server, so that it was not cut.
             PsClusterError: a shard could not be moved. What was moved before stays where it is.
         """
         with self.context.moving:
@@ -348,8 +349,8 @@ class ParameterServerStrategy(Strategy):
         docs/guarantees.md says what holds.
 
         Returns:
-            What was moved and cut; and which variables were not cut, and why: an `EmbeddingTable`, a variable that was
-            joined with others, and in a `SynchronousStrategy` any.
+            What was moved and cut; and which variables were not cut, and why: one that was joined with others, and in a
+            `SynchronousStrategy` any.
 
         Raises:
             MisuseError: the plan no longer fits: a variable was deleted or cut otherwise, a shard is elsewhere by now,

@@ -59,26 +59,26 @@ class RowOrder(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("dim", "initializer", "numbers", "grows", "max_bytes", "optimizer", "admission", "eviction", "id_bytes")
+    __slots__ = ("dim", "initializer", "numbers", "max_bytes", "optimizer", "admission", "eviction", "id_bytes", "capacity")
     DIM_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
-    GROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     dim: int
     initializer: str
     numbers: str
-    grows: bool
     max_bytes: int
     optimizer: str
     admission: TableAdmission
     eviction: TableEviction
     id_bytes: int
-    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ..., grows: bool = ..., max_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., admission: _Optional[_Union[TableAdmission, _Mapping]] = ..., eviction: _Optional[_Union[TableEviction, _Mapping]] = ..., id_bytes: _Optional[int] = ...) -> None: ...
+    capacity: int
+    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ..., max_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., admission: _Optional[_Union[TableAdmission, _Mapping]] = ..., eviction: _Optional[_Union[TableEviction, _Mapping]] = ..., id_bytes: _Optional[int] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class TableAdmission(_message.Message):
     __slots__ = ("seen", "probability", "seed")
@@ -865,7 +865,7 @@ class RestoreReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term", "traffic", "rows")
+    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term", "traffic", "rows", "seen")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -884,6 +884,7 @@ class ShardState(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     arrays: _containers.RepeatedScalarFieldContainer[str]
     updates: int
     steps: _containers.ScalarMap[int, int]
@@ -895,10 +896,11 @@ class ShardState(_message.Message):
     term: int
     traffic: float
     rows: int
-    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ..., rows: _Optional[int] = ...) -> None: ...
+    seen: int
+    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ..., rows: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "start", "named")
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "start", "named", "num_shards")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
@@ -921,6 +923,8 @@ class MoveRequest(_message.Message):
         SEAL: _ClassVar[MoveRequest.Action]
         ADOPT: _ClassVar[MoveRequest.Action]
         ABANDON: _ClassVar[MoveRequest.Action]
+        COUNT: _ClassVar[MoveRequest.Action]
+        TAKE: _ClassVar[MoveRequest.Action]
     ACTION_UNSPECIFIED: MoveRequest.Action
     TRACK: MoveRequest.Action
     CHANGED: MoveRequest.Action
@@ -941,6 +945,8 @@ class MoveRequest(_message.Message):
     SEAL: MoveRequest.Action
     ADOPT: MoveRequest.Action
     ABANDON: MoveRequest.Action
+    COUNT: MoveRequest.Action
+    TAKE: MoveRequest.Action
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -955,6 +961,7 @@ class MoveRequest(_message.Message):
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     action: MoveRequest.Action
@@ -969,16 +976,19 @@ class MoveRequest(_message.Message):
     num_servers: int
     start: int
     named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., start: _Optional[int] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
+    num_shards: int
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., start: _Optional[int] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ..., num_shards: _Optional[int] = ...) -> None: ...
 
 class MoveReply(_message.Message):
-    __slots__ = ("state", "changed", "committed", "named")
+    __slots__ = ("state", "changed", "committed", "named", "rows")
     STATE_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     state: ShardState
     changed: bytes
     committed: bool
     named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
-    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...

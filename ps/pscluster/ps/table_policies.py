@@ -21,7 +21,8 @@ class SeenTimes:
     """Admit an id with its `count`-th gradient; those before are dropped.
 
     Counts are of a fixed size (1 MiB a shard), so that one of some millions of ids may be admitted a little early. They
-    are not saved: a server that restarts, or a shard that moves, counts anew.
+    are not saved: a server that restarts, or a shard that moves, counts anew. Those of a table that is cut into other
+    shards go along.
     """
 
     count: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,15 @@ TAIL = 4
 
 MAX_ROWS = (1 << 31) - 2
 """The most rows of a shard: an index stores their numbers in 32 bits."""
+
+BY_ID = "id"
+"""What stands for the order of a table's rows where those of variables are named."""
+
+SEEN = "seen"
+"""The name, among a shard's arrays, of the counts of ids without a row, where a table is cut into other shards."""
+
+SEEN_BYTES = 1 << 20
+"""Of these counts, one byte each."""
 
 GROWING_ROWS = 1 << 20
 """Rows of each shard in the shape of a table that is not limited: it is placed as one that will be large."""
@@ -196,7 +206,7 @@ def check_table(spec: ps_pb2.VariableSpec) -> None:
             f"table {spec.name!r} is {spec.dtype}{list(partition.shape)} in {list(partition.grid)} shards, which are "
             f"no rows of {spec.table.dim} values, updated at once"
         )
-    if spec.table.grows and partition.shape[0] != partition.num_shards * GROWING_ROWS:
+    if not spec.table.capacity and partition.shape[0] != partition.num_shards * GROWING_ROWS:
         raise ProtocolError(f"table {spec.name!r} is not limited, and has a shape of {partition.shape[0]:,} rows")
     if (rows := max(block.shape[0] for block in partition.blocks)) > MAX_ROWS:
         raise InvalidUpdateError(
@@ -208,7 +218,26 @@ def row_limit(spec: ps_pb2.VariableSpec, partition: Partition, shard: int) -> in
     """Return how many rows a shard of a table may have; 0 for a variable that is none."""
     if not spec.HasField("table"):
         return 0
-    return MAX_ROWS if spec.table.grows else partition.block(shard).shape[0]
+    return partition.block(shard).shape[0] if spec.table.capacity else MAX_ROWS
+
+
+def rows_of_shard(capacity: int, num_shards: int) -> int:
+    """Return for how many rows a shard has room: a hash gives it its share, and by chance some more.
+
+    `capacity`: of the table; 0: it is not limited.
+    """
+    if not capacity:
+        return GROWING_ROWS
+    mean = capacity / num_shards
+    return min(capacity, math.ceil(mean + 6 * math.sqrt(mean)))
+
+
+def shards_before(shard: int, num_shards: int, before: int) -> range:
+    """Return which shards of a table, of `before`, had the rows of a shard when it is cut into `num_shards`.
+
+    Each has the ids whose hashes are in a range, see `shards_of`: so it takes rows of those that overlap with its own.
+    """
+    return range(shard * before // num_shards, -(-(shard + 1) * before // num_shards))
 
 
 def ids_in(array: Rows, dim: int) -> RowIds:

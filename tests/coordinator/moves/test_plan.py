@@ -75,6 +75,8 @@ def test_cuts_are_proposed_by_what_is_used() -> None:
     assert str(plan_of([[9.0], []], hashed).cuts[0]).endswith(
         "cut it into more shards: partitioner=HashPartitioner(16); if a single row has it all, none helps"
     )
+    by_id = VariableUse((1000, 10), by_rows=True, row_order="id")
+    assert "cut it into more shards: num_shards=16;" in str(plan_of([[9.0], []], by_id).cuts[0])
     assert "no more rows" in str(plan_of([[9.0], []], VariableUse(())).cuts[0])
     assert plan_of([[], []]).cuts == ()
     assert plan_of([[], []]).peak == 1.0

@@ -112,7 +112,7 @@ class World:
             self.servers[int(event[-1])].start()
         if event == "request lost":
             raise UnavailableError(f"request {number}")
-        reply = there.recuts.handle(there.store, request, memoryview(payload))
+        reply, _ = there.recuts.handle(there.store, request, memoryview(payload))
         if event.startswith("dies after"):
             self.servers[int(event[-1])].start()
         if event == "answer lost":

@@ -366,10 +366,10 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
         ({"table": ps_pb2.TableSpec(dim=4, initializer="he_normal", numbers='{"seed": 1}')}, "depend on the number"),
         ({"table": ps_pb2.TableSpec(dim=4)}, "no initializer ''"),
         (
-            {"table": ps_pb2.TableSpec(dim=4, initializer="zeros", optimizer="none")},
+            {"table": ps_pb2.TableSpec(dim=4, initializer="zeros", optimizer="none", capacity=9)},
             "an optimizer of its own, 'none', which is not in this job",
         ),
-        ({"table": ps_pb2.TableSpec(dim=4, initializer="zeros", grows=True)}, "is not limited, and has a shape of"),
+        ({"table": ps_pb2.TableSpec(dim=4, initializer="zeros")}, "is not limited, and has a shape of"),
     ]
     for change, said in changes:
         wrong = ps_pb2.VariableSpec()

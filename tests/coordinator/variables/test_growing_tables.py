@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from pscluster.coordinator import (
     table_policies,
 )
 from pscluster.coordinator.api import Checkpoint
+from pscluster.coordinator.moves.plan import ProposedCut
+from pscluster.coordinator.serving import ServingTable, export_delta
+from pscluster.ps.tables import shards_of
 
 Array = npt.NDArray[Any]
 
@@ -125,6 +129,119 @@ def test_rows_that_are_dropped_stay_so_through_kills_and_moves(
     table.scatter_update(IndexedSlices(np.zeros((200, DIM)), ids[::5]))
     Checkpoint(job.strategy).read(str(path))
     np.testing.assert_array_equal(table.lookup(ids), saved)
+
+
+def cut(job: Job, shards: int, *tables: EmbeddingTable) -> list[int]:
+    """Cut tables into so many shards; return how many bytes were copied of each."""
+    cuts = tuple(ProposedCut(table.name, 0, 0.9, table.num_shards, shards, True) for table in tables)
+    applied = job.strategy.apply(replace(job.strategy.plan("bytes"), moves=(), cuts=cuts))
+    assert applied.left == ()
+    return [made.nbytes for made in applied.cuts]
+
+
+@pytest.mark.timeout(120)
+def test_tables_are_cut_into_other_numbers_of_shards(job: Job, tmp_path: Path) -> None:
+    """Rows, slots and residuals are those of tables that stay as they are, for functions as for the script.
+
+    So they are through kills, checkpoints of other cuts, and deltas.
+    """
+    options: list[dict[str, Any]] = [{}, {"ids": str, "capacity": 3000}, {"wire_dtype": "int8"}]
+    with job.strategy.scope():
+        pairs = [[EmbeddingTable(DIM, initializer=INITIAL, num_shards=2, **of) for _ in range(2)] for of in options]
+        adam = optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+    tables, rng, ids = [table for table, _ in pairs], np.random.default_rng(4), np.arange(2000) * 7919
+
+    def ids_of(table: EmbeddingTable, some: Array) -> Array:
+        return texts_of(some) if table.id_type is str else some
+
+    def step(some: Array, gradient: Array) -> list[int]:
+        adam.apply_gradients(
+            [(IndexedSlices(gradient, ids_of(each, some)), each) for pair in pairs for each in pair],
+        )
+        return [each.num_shards for each in tables]
+
+    def train(shards: int) -> None:
+        for _ in range(4):
+            some = ids[rng.choice(len(ids), 300, replace=False)]
+            gradient = rng.normal(size=(len(some), DIM)).astype(np.float32)
+            assert job.coordinator.schedule(step, args=(some, gradient)).fetch() == [shards] * len(tables)
+
+    def check() -> None:
+        for table, twin in pairs:
+            asked = ids_of(table, ids)
+            np.testing.assert_array_equal(table.lookup(asked), twin.lookup(asked))
+            assert len(table) == len(twin) > 0
+
+    train(2)
+    earlier = tmp_path / "earlier"
+    Checkpoint(job.strategy).write(str(earlier))
+    before = tables[1].lookup(ids_of(tables[1], ids))
+    copied = cut(job, 5, *tables)
+    assert copied[0] == 4 * len(tables[0]) * (4 * DIM + 16), "values, two slots, an average"
+    check()
+    train(5)
+    check()
+    kill(job, 0, 1)
+    check()
+    later = tmp_path / "later"
+    Checkpoint(job.strategy).write(str(later))
+    for table in tables:
+        changed = export_delta(later, table.name, since=earlier, out=tmp_path / "delta")
+        served = ServingTable.open(earlier, table.name)
+        served.follow(tmp_path / "delta")
+        asked = ids_of(table, ids)
+        np.testing.assert_array_equal(served.lookup(asked), table.lookup(asked))
+        ever = ServingTable.open(earlier, table.name).lookup(asked)
+        assert changed.changed == np.count_nonzero((ever != table.lookup(asked)).any(1))
+    assert tables[1].capacity == 3000
+    cut(job, 3, *tables)
+    check()
+    train(3)
+    check()
+    Checkpoint(job.strategy).read(str(earlier))
+    np.testing.assert_array_equal(tables[1].lookup(ids_of(tables[1], ids)), before)
+    train(3)
+    check()
+
+
+@pytest.mark.timeout(60)
+def test_a_cut_keeps_ages_and_what_was_seen(job: Job) -> None:
+    """Rows are dropped as old as ever, and ids admitted as soon. A full table can be cut, too."""
+    policies = table_policies
+    with job.strategy.scope():
+        ages = EmbeddingTable(DIM, initializer=INITIAL, eviction=policies.Unused(steps=4), num_shards=2)
+        seen = EmbeddingTable(DIM, initializer=INITIAL, admission=policies.SeenTimes(3), num_shards=2)
+        full = EmbeddingTable(
+            DIM, initializer=INITIAL, capacity=1000, eviction=policies.LeastFrequentlyUsed(), num_shards=2
+        )
+        sgd = optimizers.SGD(1.0)
+    ids = np.arange(5000)
+    busy, quiet = ids[shards_of(ids, 2) == 0][:1], ids[shards_of(ids, 4) == 2][:2]
+    popular = ids[:400]
+    initial = full.lookup(popular)
+
+    def update(table: EmbeddingTable, *of: Array) -> None:
+        for some in of:
+            sgd.apply_gradients([(IndexedSlices(np.ones((len(some), DIM), np.float32), some), table)])
+
+    for some in (*[busy] * 6, quiet[:1]):  # unlike gradients these are updates of the shards of their ids alone
+        ages.scatter_add(IndexedSlices(np.ones((1, DIM)), some))
+    update(seen, ids[:50], ids[:50], ids[50:60])
+    update(full, popular, popular, *np.split(ids[1000:], 40))
+    rows = len(full)
+    assert rows > 1000, "each shard has some room beyond its share, and all of it is taken"
+    cut(job, 4, ages, seen, full)
+    assert (len(ages), len(seen), len(full)) == (2, 0, rows)
+    for _ in range(4):
+        ages.scatter_add(IndexedSlices(np.ones((1, DIM)), quiet[1:]))
+    assert len(ages) == 3, "the row is as many steps old as it may be"
+    ages.scatter_add(IndexedSlices(np.ones((1, DIM)), quiet[1:]))
+    assert len(ages) == 2
+    update(seen, ids[:100])
+    assert len(seen) == 50, "seen for the third time"
+    update(full, *np.split(ids[3000:], 20))
+    assert 1000 < len(full) <= full.partition.shape[0]
+    np.testing.assert_allclose(full.lookup(popular), initial - 2, rtol=1e-5, err_msg="used more than once")
 
 
 @pytest.mark.timeout(60)

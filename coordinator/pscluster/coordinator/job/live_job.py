@@ -99,7 +99,16 @@ class LiveJob:
                 f"{name!r} has ids that are {here} here, but {there} in the job being resumed: start over with "
                 "ParameterServerStrategy(..., resume=False)"
             )
-        if spec is not None and (tuple(spec.shape) != shape or spec.dtype != dtype.name):
+        if (
+            spec is not None and table is not None
+        ):  # its shape follows from the number of shards, which may have changed
+            if (table.dim, table.capacity) != (spec.table.dim, spec.table.capacity):
+                raise MisuseError(
+                    f"table {name!r} has dim={table.dim} and capacity={table.capacity or None} here, but "
+                    f"dim={spec.table.dim} and capacity={spec.table.capacity or None} in the job being resumed: start "
+                    "over with ParameterServerStrategy(..., resume=False)"
+                )
+        elif spec is not None and (tuple(spec.shape) != shape or spec.dtype != dtype.name):
             raise MisuseError(
                 f"variable {name!r} is {dtype.name}{list(shape)} here, but {spec.dtype}{list(spec.shape)} in the job "
                 "being resumed: start over with ParameterServerStrategy(..., resume=False)"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove, balanced
+from pscluster.ps.tables import BY_ID
 from pscluster.v1 import node_pb2
 
 TOLERANCE = 1.3
@@ -31,7 +32,7 @@ class VariableUse:
 
     shape: tuple[int, ...] = ()
     by_rows: bool = False
-    row_order: str = ""  # "modulo" or "hash", if its rows are not cut into ranges
+    row_order: str = ""  # "modulo" or "hash", if its rows are not cut into ranges; "id": it is a table by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class ProposedCut:
         text = f"{self.variable}: {which} has {self.share:.0%} of the load of all servers; "
         if self.proposed <= self.num_shards:
             return text + "it has no more rows to be cut into more shards"
+        if self.row_order == BY_ID:
+            return text + f"cut it into more shards: num_shards={self.proposed}; if a single row has it all, none helps"
         if self.row_order:
             partitioner = f"{self.row_order.capitalize()}Partitioner({self.proposed})"
             return text + f"cut it into more shards: partitioner={partitioner}; if a single row has it all, none helps"

@@ -12,6 +12,8 @@ then it can be undone; from then on it is completed, by this coordinator or the 
     ADOPT    the other servers do
     CUT      the handles of this process go on with the new shards; workers are told before their next function
 
+Of an `EmbeddingTable`, rows are copied by their ids: see `table_cut`.
+
 All of that happens at a barrier: functions that have begun end first, queued ones wait, and so do other threads of the
 script (`ps.client.cuts.Gate`). So there is no update under way, none that a retried function would repeat, and no
 reader. Functions that are retried later begin anew, with the new number; those with a key that have ended are

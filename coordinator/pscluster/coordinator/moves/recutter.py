@@ -15,6 +15,7 @@ from pscluster.coordinator.moves.balance import PlacedShard
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, pieces, remembered
+from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
 from pscluster.coordinator.variables.encodings import check_shards
 from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,
@@ -66,9 +67,11 @@ class _Course:
     final: ps_pb2.VariableSpec  # of the variable once it is cut
     made: ps_pb2.VariableSpec  # the same, until then
     partition: Partition  # the new one
+    sizes: list[int]  # of the new shards, in elements or, of a table by id, rows
     steps: RecutSteps
     recut: Recut = field(default_factory=Recut)
-    state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
+    captured: Sequence[ps_pb2.ShardState] = ()  # of the old shards
+    state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)  # of the variable
     named: Mapping[int, set[int]] = field(default_factory=dict)
     copied: int = 0  # bytes
     failure: PsClusterError | None = None
@@ -84,10 +87,10 @@ class Recutter:
         """Return why a cut can't be made while the job lives; "" if it can."""
         spec = self._context.client.describe_variable(cut.variable)
         known = next((variable for variable in self._context.variables.all if variable.name == cut.variable), None)
-        if cut.proposed <= cut.num_shards:
+        if spec.HasField("table") and (cut.proposed == cut.num_shards or cut.proposed < 1):
+            return f"it has {cut.num_shards} shards, and is to have {cut.proposed}"
+        if not spec.HasField("table") and cut.proposed <= cut.num_shards:
             return "it has no more rows to be cut into more shards"
-        if spec.HasField("table"):
-            return "it is an EmbeddingTable: make it with more shards"
         if self._synchronous:
             return "replicas step together, on copies of it: give it another partitioner in the script"
         if known is not None and known.joined:
@@ -115,9 +118,8 @@ class Recutter:
                 self._run(course)
                 end = time.monotonic()
         old, final = course.old, course.final
-        made = NewCut(
-            old.name, len(old.owners), len(final.owners), final.row_order.kind, course.copied, end - begin, end - paused
-        )
+        order = "hash" if old.HasField("table") else final.row_order.kind
+        made = NewCut(old.name, len(old.owners), len(final.owners), order, course.copied, end - begin, end - paused)
         logger.info("%s", made)
         context.event_log.record("coordinator", "note", str(made))
         return made
@@ -127,13 +129,19 @@ class Recutter:
         old = client.describe_variable(cut.variable)
         if len(old.owners) != cut.num_shards:
             raise MisuseError(f"variable {old.name!r} has {len(old.owners)} shards by now, not {cut.num_shards}")
-        partition = partition_for(_partitioner_of(cut, old), tuple(old.shape), dtype_named(old.dtype), old.name)
-        check_shards(partition, old.push_top_k, old.name)
+        steps = RecutSteps(client, fresh_id(), old.id)
+        if old.HasField("table"):
+            sizes, arrays = counted(steps, old, cut.proposed)
+            partition = partition_of_table(old, sizes)
+        else:
+            partition = partition_for(_partitioner_of(cut, old), tuple(old.shape), dtype_named(old.dtype), old.name)
+            check_shards(partition, old.push_top_k, old.name)
+            sizes, arrays = [block.size for block in partition.blocks], 0
         others, load = [0.0] * client.num_servers, 0.0
         for shard in loads:
             if shard.variable == old.name:
                 load += shard.load
-            elif shard.server < len(others):
+            elif shard.server < len(others) and not old.table.max_bytes:  # which is for each server alike
                 others[shard.server] += shard.load
         number, evaluation = context.variables.numbers(2)
         final, made = ps_pb2.VariableSpec(), ps_pb2.VariableSpec()
@@ -141,13 +149,15 @@ class Recutter:
         final.id, final.origin, final.placement = number, old.origin or old.id, 0
         del final.splits[:], final.owners[:]
         final.splits.extend(ps_pb2.AxisSplit(ends=ends) for ends in partition.ends)
-        final.owners.extend(owners_of([block.size for block in partition.blocks], load or 1.0, others))
+        final.owners.extend(owners_of(sizes, load or 1.0, others))
+        final.shape[:] = partition.shape
+        check_bytes(final, sizes, arrays)
         final.ClearField("row_order")
         if (order := row_order_message(partition.order)) is not None:
             final.row_order.CopyFrom(order)
         made.CopyFrom(final)
         made.name, made.evaluation = f"{RESERVED}cut/{number}/{old.name}", evaluation
-        return _Course(old, final, made, partition, RecutSteps(client, fresh_id(), old.id))
+        return _Course(old, final, made, partition, sizes, steps)
 
     def _run(self, course: _Course) -> None:
         recut = course.recut
@@ -185,7 +195,8 @@ class Recutter:
                 steps.make(course.made)
             case Step.CAPTURE:
                 captured = [steps.capture(server, shard) for shard, server in enumerate(course.old.owners)]
-                course.state = merged([state for state, _ in captured])
+                course.captured = [state for state, _ in captured]
+                course.state = merged(course.captured)
                 course.named = remembered(named for _, named in captured)
             case Step.COPY:
                 self._copy(course)
@@ -205,6 +216,21 @@ class Recutter:
 
     def _copy(self, course: _Course) -> None:
         """Copy all arrays of all rows into the new shards, block by block, then counts and what is remembered."""
+        if course.old.HasField("table"):
+            about = course.steps, course.old, course.final, course.captured
+            course.copied = copy_rows(*about, course.state.updates)
+            copy_seen(*about)
+        else:
+            self._copy_values(course)
+        whole = sum(course.sizes) or 1
+        for shard, server in enumerate(course.final.owners):
+            state = ps_pb2.ShardState()
+            state.CopyFrom(course.state)
+            state.traffic *= course.sizes[shard] / whole
+            course.steps.settle(server, shard, state, course.named)
+
+    def _copy_values(self, course: _Course) -> None:
+        """Copy the rows of a variable, which have numbers."""
         old = Variable.of(course.old, self._context.client)
         sources = {name: _beside(old, name) for name in course.state.arrays}
         row_elements = math.prod(old.shape[1:])
@@ -217,10 +243,6 @@ class Recutter:
                     data = view(values)
                     course.steps.fill(server, shard, name, first * row_elements, data, source.dtype.itemsize)
                     course.copied += len(data)
-            state = ps_pb2.ShardState()
-            state.CopyFrom(course.state)
-            state.traffic *= len(ids) / max(old.shape[0], 1)
-            course.steps.settle(server, shard, state, course.named)
 
 
 def _partitioner_of(cut: ProposedCut, spec: ps_pb2.VariableSpec) -> Partitioner:

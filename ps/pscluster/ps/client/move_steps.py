@@ -98,18 +98,8 @@ class MoveSteps:
         elements = len(pages) * PAGE_ELEMENTS
         if len(pages) and pages[-1] == self._elements // PAGE_ELEMENTS:  # the last one is not full
             elements -= PAGE_ELEMENTS - self._elements % PAGE_ELEMENTS
-        data = memoryview(bytearray(elements * itemsizes[array]))
-        there = self._client.exchanges.server(self._source)
-        request = pack(self._of_pages(ps_pb2.MoveRequest.READ, array, pages))
-
-        def attempt() -> None:
-            sink = PayloadSink(ps_pb2.Reply, [data])
-            there.pull(request, metadata, _CALL_SECONDS, sink.take)
-            if not sink.complete:
-                raise UnavailableError(f"{there.peer} has sent {sink.missing} bytes too few of a shard")
-
-        self._client.exchanges.retrying(there, attempt)
-        return data
+        request = self._of_pages(ps_pb2.MoveRequest.READ, array, pages)
+        return pull_shard(self._client, self._source, request, elements * itemsizes[array], metadata)
 
     def _of_pages(self, action: ps_pb2.MoveRequest.Action, array: str, pages: Pages) -> ps_pb2.Request:
         state = ps_pb2.ShardState(rows=self._rows) if self._rows else None
@@ -174,3 +164,20 @@ class MoveSteps:
             self._rows = reply.state.rows
             self._elements = self._rows * self._row_elements
         return list(reply.state.arrays), np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8)))
+
+
+def pull_shard(
+    client: PsClient, server: int, request: ps_pb2.Request, nbytes: int, metadata: Metadata = ()
+) -> memoryview:
+    """Return this many bytes of a shard that moves, or is cut otherwise. Waits for the server."""
+    data = memoryview(bytearray(nbytes))
+    there, packed = client.exchanges.server(server), pack(request)
+
+    def attempt() -> None:
+        sink = PayloadSink(ps_pb2.Reply, [data])
+        there.pull(packed, metadata, _CALL_SECONDS, sink.take)
+        if not sink.complete:
+            raise UnavailableError(f"{there.peer} has sent {sink.missing} bytes too few of a shard")
+
+    client.exchanges.retrying(there, attempt)
+    return data

@@ -9,6 +9,7 @@ import grpc
 
 from pscluster.core.errors import from_rpc
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.move_steps import pull_shard
 from pscluster.ps.spec import MOVE_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -41,12 +42,27 @@ class RecutSteps:
         reply = self._once(server, self._about(action=ps_pb2.MoveRequest.CAPTURE, shard=shard))
         return reply.state, {key: frozenset(same.nth) for same in reply.named for key in same.keys}
 
-    def fill(self, server: int, shard: int, array: str, start: int, data: memoryview, itemsize: int) -> None:
-        """Set the elements of a new shard's array from `start` on."""
-        most = MOVE_BYTES // itemsize * itemsize
+    def count(self, server: int, shard: int, num_shards: int) -> tuple[list[int], list[str]]:
+        """Return how many rows of an old shard of a table each of so many new ones will have, and its arrays."""
+        request = self._about(action=ps_pb2.MoveRequest.COUNT, shard=shard, num_shards=num_shards)
+        reply = self._once(server, request)
+        return list(reply.rows), list(reply.state.arrays)
+
+    def take(self, server: int, shard: int, array: str, first: int, rows: int, nbytes: int, updates: int) -> memoryview:
+        """Return rows of an array of an old shard of a table, as if the shard had had so many updates."""
+        state = ps_pb2.ShardState(rows=rows, updates=updates)
+        action = ps_pb2.MoveRequest.TAKE
+        move = self._about(action=action, shard=shard, arrays=[array], start=first, state=state)
+        return pull_shard(self._client, server, ps_pb2.Request(move=move, last=True), nbytes)
+
+    def fill(
+        self, server: int, shard: int, array: str, start: int, data: memoryview, itemsize: int, *, seen: int = 0
+    ) -> None:
+        """Set the elements of a new shard's array from `start` on. `seen`: of a table's counts, after how many."""
+        most, state = MOVE_BYTES // itemsize * itemsize, ps_pb2.ShardState(seen=seen)
         for at in range(0, len(data), most):
             first = start + at // itemsize
-            move = self._about(action=ps_pb2.MoveRequest.FILL, shard=shard, arrays=[array], start=first)
+            move = self._about(action=ps_pb2.MoveRequest.FILL, shard=shard, arrays=[array], start=first, state=state)
             self._client.exchanges.push(server, ps_pb2.Request(move=move), [data[at : at + most]])
 
     def settle(self, server: int, shard: int, state: ps_pb2.ShardState, named: Mapping[int, Iterable[int]]) -> None:

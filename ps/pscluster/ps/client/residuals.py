@@ -37,6 +37,7 @@ from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlace
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.row_ids import RowIds, are_strings, shown
+from pscluster.ps.tables import shards_of
 from pscluster.ps.wire_dtypes import Floats, UnencodableError, decode, encode, largest
 from pscluster.v1 import ps_pb2
 
@@ -59,6 +60,8 @@ class _Rows:
 
     def __init__(self, name: str, places: RowPlaces, width: int, id_bytes: int = 0) -> None:
         self.name = name  # of the variable
+        self.id_bytes = id_bytes  # of ids that are strings
+        self.by_id = isinstance(places, ById)
         self.row_bytes = width * 4 + _ROW_BYTES + id_bytes + places.row_bytes
         self.count = 0
         self._places = places
@@ -227,6 +230,13 @@ class Residuals:
                 del self._rows[old.id, shard, dense]
                 ids, used = rows.ids, rows.used
                 if not len(ids):
+                    continue
+                if rows.by_id:
+                    targets = shards_of(ids, new.partition.num_shards)
+                    for target in np.unique(targets).tolist():
+                        some, key = targets == target, (new.id, target, False)
+                        there = self._rows_of(key, rows.name, ById(), rows.values.shape[1], rows.id_bytes)
+                        there.put(ids[some], rows.values[some], used[some])
                     continue
                 block = old.partition.block(shard)
                 if dense:

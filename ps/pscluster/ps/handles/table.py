@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -26,7 +25,7 @@ from pscluster.ps.handles.variable import Variable, WireDtype
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
 from pscluster.ps.row_ids import MOST_ID_BYTES, RowIds, columns_of, id_bytes_for
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
-from pscluster.ps.tables import GROWING_ROWS, MAX_DIM, MAX_ROWS, initial_rows, shards_of, table_ids
+from pscluster.ps.tables import MAX_DIM, MAX_ROWS, initial_rows, rows_of_shard, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 _IN_USE = ps_pb2.Rows(in_use=True)
@@ -134,7 +133,7 @@ class EmbeddingTable(Variable):
                 raise ValueError(f"initializer is {initializer!r}; it must be an initializer, such as RandomUniform()")
             table = ps_pb2.TableSpec(dim=dim, initializer=initializer.name)
             table.numbers = json.dumps(initializer.values_by_name())
-            table.grows = capacity is None
+            table.capacity = capacity or 0
             table.id_bytes = _id_bytes(ids, max_id_bytes)
             if optimizer is not None:
                 if getattr(optimizer, "handle_kind", None) != "optimizer":
@@ -157,10 +156,7 @@ class EmbeddingTable(Variable):
             initial_rows(table, name or "table")
         except (ValueError, InvalidUpdateError) as error:
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
-        shape = (
-            shards * (GROWING_ROWS if capacity is None else _rows_of_shard(capacity, shards)),
-            (dim + columns_of(table.id_bytes)),
-        )
+        shape = shards * rows_of_shard(table.capacity, shards), dim + columns_of(table.id_bytes)
         request = VariableRequest(
             Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", wire_dtype, table=table
         )
@@ -173,7 +169,7 @@ class EmbeddingTable(Variable):
         self.id_bytes = spec.table.id_bytes
         self.max_bytes = spec.table.max_bytes or None
         self._optimizer_name, self._optimizer = spec.table.optimizer, None
-        self.shape = 0 if spec.table.grows else self.partition.shape[0], self.dim
+        self.shape = spec.table.capacity, self.dim
 
     holder = "table"
 
@@ -186,7 +182,7 @@ class EmbeddingTable(Variable):
 
     @property
     def capacity(self) -> int | None:
-        """How many rows all shards together have room for. One may be full earlier: each id has its shard."""
+        """How many rows it can have; shards have room for some more than their share: a hash spreads ids unevenly."""
         return self.shape[0] or None
 
     @property
@@ -331,12 +327,6 @@ def _id_bytes(ids: object, most: int | None) -> int:
         return 0
     most = _ID_BYTES if most is None else most
     return id_bytes_for(checks.whole("max_id_bytes", most, at_least=1, at_most=MOST_ID_BYTES))
-
-
-def _rows_of_shard(capacity: int, shards: int) -> int:
-    """Return for how many rows a shard needs room: a hash gives it its share, and by chance some more."""
-    mean = capacity / shards
-    return min(capacity, math.ceil(mean + 6 * math.sqrt(mean)))
 
 
 Variable._table_type = EmbeddingTable

@@ -129,7 +129,7 @@ class Moves:
     def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
         """Take one step of a move, or of a new cut; return the reply and its payload."""
         if request.action in ACTIONS:
-            return self._recuts.handle(store, request, payload), []
+            return self._recuts.handle(store, request, payload)
         action = self._actions.get(request.action)
         if action is None:
             raise ProtocolError(f"action {request.action} of a move")

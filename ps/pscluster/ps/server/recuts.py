@@ -11,6 +11,9 @@ MADE is known to this process only: a server that restarts amid it refuses all t
 variable is sealed only if this process has got all that came, and the old shards here have applied nothing since they
 were captured: they are frozen. What is sealed is saved, and may be adopted by any later process.
 
+Of a table by id, COUNT says before all that how many rows each new shard will have, and after CAPTURE rows are taken
+from the old shards (TAKE) and put into the new ones, which grow with them: see `table_recuts`.
+
 Adopting is one step of the directory: the name means the new variable, and the old one is gone. It is repeated until
 it is saved; after that, a request for the old id is refused as one for a variable that was deleted.
 """
@@ -18,8 +21,10 @@ it is saved; after that, a request for the old id is refused as one for a variab
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +32,17 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.limits import check_name
+from pscluster.core.transport.frames import Buffer
 from pscluster.ps.request_metrics import ShardTraffic
+from pscluster.ps.server.embedding import table_recuts
+from pscluster.ps.server.embedding.tables import new_array
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MOVE_BYTES, RESERVED, partition_of
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
+from pscluster.ps.tables import SEEN, check_table, row_limit
 from pscluster.v1 import ps_pb2
 
 ACTIONS = frozenset(
@@ -45,6 +54,8 @@ ACTIONS = frozenset(
         ps_pb2.MoveRequest.SEAL,
         ps_pb2.MoveRequest.ADOPT,
         ps_pb2.MoveRequest.ABANDON,
+        ps_pb2.MoveRequest.COUNT,
+        ps_pb2.MoveRequest.TAKE,
     )
 )
 """Of a MoveRequest, those that are handled here."""
@@ -68,13 +79,19 @@ class Recuts:
         self._adopting = threading.Lock()  # held while one is entered and saved
         self._unsaved = False  # whether one that was entered may not be
 
-    def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> ps_pb2.MoveReply:
-        """Take one step; return the reply."""
+    def handle(
+        self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview
+    ) -> tuple[ps_pb2.MoveReply, Sequence[Buffer]]:
+        """Take one step; return the reply and its payload."""
         match request.action:
+            case ps_pb2.MoveRequest.COUNT:
+                return self._count(store, request), []
+            case ps_pb2.MoveRequest.TAKE:
+                return ps_pb2.MoveReply(), [self._take(store, request)]
             case ps_pb2.MoveRequest.MAKE:
                 self._make(store, request)
             case ps_pb2.MoveRequest.CAPTURE:
-                return self._capture(store, request)
+                return self._capture(store, request), []
             case ps_pb2.MoveRequest.FILL:
                 self._fill(store, request, payload)
             case ps_pb2.MoveRequest.SETTLE:
@@ -89,7 +106,7 @@ class Recuts:
                 self._abandon(store, request)
             case action:
                 raise ProtocolError(f"action {action} of a new cut")
-        return ps_pb2.MoveReply()
+        return ps_pb2.MoveReply(), []
 
     def forget(self) -> None:
         """End what was under way for another coordinator, or another job."""
@@ -117,14 +134,19 @@ class Recuts:
         if not spec.evaluation or not spec.name.startswith(RESERVED) or spec.id in (0, held.spec.id):
             raise ProtocolError(f"a new cut of {held.spec.name!r} without a number or a reserved name of its own")
         check_name(spec.name, "a variable's name")
-        if _apart_from_cut(spec, held.spec) != held.spec or held.spec.HasField("table"):
+        check_table(spec)
+        if _apart_from_cut(spec, held.spec) != held.spec:
             raise ProtocolError(f"a new cut of {held.spec.name!r} that makes another variable of it")
         partition = partition_of(spec)
 
+        def new_shard(shard: int) -> Shard:
+            if limit := row_limit(spec, partition, shard):
+                return Shard(new_array(0, limit, partition.shape[1]), row_limit=limit)
+            return Shard(np.zeros(partition.block(shard).shape, held.dtype))
+
         def make() -> HeldVariable:
-            owned = [shard for shard, owner in enumerate(spec.owners) if owner == store.index]
             try:
-                shards = {shard: Shard(np.zeros(partition.block(shard).shape, held.dtype)) for shard in owned}
+                shards = {shard: new_shard(shard) for shard, owner in enumerate(spec.owners) if owner == store.index}
             except MemoryError:
                 raise InvalidUpdateError(
                     f"ps {store.index} has too little memory for shards of {held.spec.name!r}"
@@ -136,9 +158,24 @@ class Recuts:
         with self._lock:
             self._under_way = _UnderWay(request.id, request.variable, spec.id)
 
+    @staticmethod
+    def _count(store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
+        store.check_job(request.job)
+        held, shard = store.directory.find(request.variable, request.shard)
+        with shard.lock:
+            rows = table_recuts.counts_by_shard(held, shard, request.num_shards)
+            return ps_pb2.MoveReply(rows=rows.tolist(), state=ps_pb2.ShardState(arrays=shard.arrays()))
+
+    def _take(self, store: Store, request: ps_pb2.MoveRequest) -> memoryview:
+        known = self._check_under_way(store, request)
+        held, shard = store.directory.find(known.old, request.shard)
+        name = request.arrays[0] if len(request.arrays) == 1 else ""
+        with shard.lock:
+            return table_recuts.taken(held, shard, name, request.start, request.state.rows, request.state.updates)
+
     def _capture(self, store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
         known = self._check_under_way(store, request)
-        _, shard = store.directory.find(known.old, request.shard)
+        held, shard = store.directory.find(known.old, request.shard)
         store.count_reads()
         reply = ps_pb2.MoveReply()
         with shard.lock:
@@ -147,6 +184,8 @@ class Recuts:
             state.arrays.extend(shard.arrays())
             state.updates, state.traffic = shard.updates, shard.traffic.recent()
             state.steps.update(shard.steps)
+            if held.spec.HasField("table"):
+                state.rows, state.seen = len(shard.array), table_recuts.seen(held, shard)
             with store.ledger() as ledger:
                 named = ledger.named(known.old, request.shard)
                 state.term = ledger.term
@@ -166,10 +205,15 @@ class Recuts:
         held, shard = self._new_shard(store, request)
         name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
-            array = shard.arrays().get(name)
-            if array is None:
-                array = _blank(store, held, shard.array.shape, name)
-                shard.put({name: array})
+            if name == SEEN:
+                table_recuts.take_seen(held, shard, payload, request.state.seen)
+                return
+            if name not in shard.arrays():
+                shard.put({name: _blank(store, held, shard, name)})
+            if shard.row_limit:
+                elements = len(payload) // shard.array.itemsize
+                table_recuts.make_room(held, shard, name, request.start, elements, functools.partial(_fills, store))
+            array = shard.arrays()[name]
             count, rest = divmod(len(payload), array.itemsize)
             if rest or request.start + count > array.size or len(payload) > MOVE_BYTES:
                 raise ProtocolError(
@@ -229,6 +273,8 @@ def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_p
     same = ps_pb2.VariableSpec()
     same.CopyFrom(spec)
     same.id, same.name, same.evaluation, same.origin, same.placement = old.id, old.name, 0, old.origin, old.placement
+    if old.HasField("table") and len(spec.shape) == len(old.shape):
+        same.shape[0] = old.shape[0]  # so many rows as fit into its shards
     del same.splits[:], same.owners[:]
     same.splits.extend(old.splits)
     same.owners.extend(old.owners)
@@ -238,15 +284,22 @@ def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_p
     return same
 
 
-def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str) -> Array:
+def _fills(store: Store, optimizer: int) -> Mapping[str, float]:
+    """Return what each slot of an optimizer holds before the first gradient."""
+    return store.directory.optimizer(optimizer).rule.slots
+
+
+def _blank(store: Store, held: HeldVariable, shard: Shard, name: str) -> Array:
     kind, _, rest = name.partition("/")
     try:
-        if kind == "average":
-            store.directory.optimizer(int(rest))
-        elif kind != "slot":
+        if kind not in ("slot", "average"):
             raise ValueError
-        return blank_array(store, held, shape, name)
+        fills = _fills(store, int(rest.partition("/")[0] if kind == "slot" else rest))
+        array = blank_array(store, held, shard.array.shape, name, shard.row_limit)
     except (ValueError, PsClusterError):
         raise ProtocolError(f"a new cut with an array {name[:80]!r}") from None
     except MemoryError:
         raise InvalidUpdateError(f"ps {store.index} has too little memory for shards of {held.spec.name!r}") from None
+    if shard.row_limit and kind == "slot":
+        array[...] = fills[rest.partition("/")[2]]
+    return array

@@ -20,6 +20,7 @@ from pscluster.ps.storage.job_state import JobIdentity
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
+from pscluster.ps.tables import BY_ID
 from pscluster.v1 import node_pb2
 
 OWN_SECONDS = 3.0
@@ -179,7 +180,7 @@ class ParameterServerRole(Role):
                 _describe_table(load.table, held)
             if shards and (room := room - len(held.shards)) >= 0:
                 load.shape.extend(held.spec.shape)
-                load.row_order = held.spec.row_order.kind
+                load.row_order = BY_ID if held.spec.HasField("table") else held.spec.row_order.kind
                 for index, shard in held.shards.items():
                     load.shards.add(shard=index, bytes=shard.array.nbytes, traffic=shard.traffic.recent())
 
@@ -190,7 +191,7 @@ class ParameterServerRole(Role):
 def _describe_table(load: node_pb2.TableLoad, held: HeldVariable) -> None:
     shards, metrics = list(held.shards.values()), held.metrics
     load.rows = sum(len(shard.array) for shard in shards)
-    load.capacity = 0 if held.spec.table.grows else sum(shard.row_limit for shard in shards)
+    load.capacity = sum(shard.row_limit for shard in shards) if held.spec.table.capacity else 0
     load.rows_read, load.rows_found = metrics.rows_read, metrics.rows_found
     load.rows_made, load.rows_evicted = metrics.rows_made, metrics.rows_evicted
     load.rows_not_admitted = metrics.rows_not_admitted

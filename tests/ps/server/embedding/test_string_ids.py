@@ -57,6 +57,7 @@ class Table:
     def __init__(self, capacity: int = 500, *, policies: bool = False) -> None:
         spec = ps_pb2.VariableSpec(id=1, name="t", dtype="float32", shape=(capacity, WIDTH), owners=[0])
         spec.asynchronous = True
+        spec.table.capacity = capacity
         spec.table.dim, spec.table.initializer, spec.table.id_bytes = DIM, "random_uniform", ID_BYTES
         spec.table.numbers = json.dumps(RandomUniform(seed=5).values_by_name())
         for ends in ((capacity,), (WIDTH,)):

@@ -11,7 +11,8 @@ nothing: neither the clock nor what had been seen need be the same. Rows' uses a
 and restored with them (`TableEviction`).
 
 May be lost: what has been seen of ids that have no row. It goes with the process, and when the shard moves or is
-restored; those ids are admitted later. A shard that has no updates drops nothing, however old its rows are.
+restored; those ids are admitted later. If the table is cut into other shards it goes along, see `Sightings.take`. A
+shard that has no updates drops nothing, however old its rows are.
 
 Work is bounded by the update's: it looks at a window of rows, which goes round the shard, and drops what it finds. So
 a row that has expired may stay until the window is there, and of more rows than one window has, the one that goes is
@@ -23,9 +24,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.errors import ProtocolError
 from pscluster.core.splitmix import Hashes, mixed
+from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, numbers_of
-from pscluster.ps.tables import Ids, Rows
+from pscluster.ps.tables import SEEN_BYTES, Ids, Rows
 from pscluster.v1 import ps_pb2
 
 Uses = npt.NDArray[np.uint64]
@@ -35,8 +38,8 @@ _COUNT = np.uint64((1 << 32) - 1)
 _AGE_BITS = np.uint64(32)
 _HALF = np.uint64(1 << 31)
 
-_CELLS = 1 << 18
 _HASHES = 4
+_CELLS = SEEN_BYTES // _HASHES
 _AGEING = 8 * _CELLS
 """Counts are halved after this many sightings: ids that are no longer seen are forgotten, and the others stay apart."""
 
@@ -56,7 +59,7 @@ class Sightings:
 
     def __init__(self) -> None:
         self._counts = np.zeros((_HASHES, _CELLS), np.uint8)
-        self._added = 0
+        self.added = 0
 
     def add(self, ids: RowIds) -> npt.NDArray[np.int64]:
         """See these ids once more, each of which is given once; return how often they have been seen, 255 at most."""
@@ -67,11 +70,26 @@ class Sightings:
         counts: npt.NDArray[np.int64] = np.minimum(least.astype(np.int64) + 1, 255)
         for row, at in zip(self._counts, cells, strict=True):
             np.maximum.at(row, at, counts.astype(np.uint8))
-        self._added += len(ids)
-        if self._added >= _AGEING:
+        self.added += len(ids)
+        if self.added >= _AGEING:
             np.right_shift(self._counts, 1, out=self._counts)
-            self._added //= 2
+            self.added //= 2
         return counts
+
+    @property
+    def data(self) -> memoryview:
+        """All counts, as bytes."""
+        return view(self._counts)
+
+    def take(self, data: memoryview, added: int) -> None:
+        """Take over counts that were made elsewhere, after this many sightings. ProtocolError if they are none.
+
+        If they are cell by cell the highest of several, no count of an id that one of these has seen is too low.
+        """
+        if len(data) != self._counts.nbytes or not 0 <= added < _AGEING:
+            raise ProtocolError(f"{len(data):,} bytes of counts of ids, after {added:,} sightings")
+        self._counts[...] = np.frombuffer(data, np.uint8).reshape(self._counts.shape)
+        self.added = added
 
 
 def admitted(policy: ps_pb2.TableAdmission, ids: RowIds, seen: Sightings, step: int) -> Mask:

@@ -1,0 +1,120 @@
+"""Cuts an `EmbeddingTable` into another number of shards: what differs from a variable, whose rows have numbers.
+
+Before anything has changed, the old shards count how many rows each new one will have. Once they are frozen, their rows
+are taken in blocks, with all that is kept beside them, and put into the new shards as their ids say, at the end of what
+has come. Ages go along, and so do counts of ids without a row, see `pscluster.ps.server.embedding.table_recuts`.
+
+The new shards together have room for the table's capacity, as if it were made with that many. If a hash has given one
+of them more rows than that, since the table was full, it has room for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pscluster.coordinator.moves.recut import pieces
+from pscluster.core.errors import InvalidUpdateError
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.spec import MOVE_BYTES
+from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of
+from pscluster.v1 import ps_pb2
+
+_ITEM_BYTES = 4  # all arrays of tables are of float32
+
+
+def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
+    """Return how many rows each of so many new shards will have, and how many arrays there are for each row."""
+    rows, arrays = np.zeros(num_shards, np.int64), set[str]()
+    for shard, server in enumerate(old.owners):
+        of_shard, names = steps.count(server, shard, num_shards)
+        rows += np.array(of_shard, np.int64)
+        arrays.update(names)
+    return rows.tolist(), len(arrays)
+
+
+def partition_of_table(old: ps_pb2.VariableSpec, rows: Sequence[int]) -> Partition:
+    """Return the cut of a table into shards that will have so many rows."""
+    width, each = old.shape[1], max(rows_of_shard(old.table.capacity, len(rows)), *rows)
+    return Partition((len(rows) * each, width), (tuple(each * (n + 1) for n in range(len(rows))), (width,)))
+
+
+def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], arrays: int) -> None:
+    """Raise InvalidUpdateError if a server would have more of a table than its limit, by more than a hash may do."""
+    most, row_bytes = final.table.max_bytes, arrays * final.shape[1] * _ITEM_BYTES
+    for server in sorted(set(final.owners)) if most else ():
+        here = sum(count for count, owner in zip(rows, final.owners, strict=True) if owner == server)
+        if here > most // row_bytes + 6 * math.sqrt(most // row_bytes):
+            raise InvalidUpdateError(
+                f"table {final.name!r} is cut as before: in {len(rows)} shards it would take {here * row_bytes:,} "
+                f"bytes on ps {server}, and its max_bytes are {most:,}: have more servers, or cut it otherwise"
+            )
+
+
+def copy_rows(
+    steps: RecutSteps,
+    old: ps_pb2.VariableSpec,
+    final: ps_pb2.VariableSpec,
+    captured: Sequence[ps_pb2.ShardState],
+    updates: int,
+) -> int:
+    """Copy all rows into the new shards; return how many bytes.
+
+    `captured`: the states of the old shards. `updates`: how many the new ones will have had.
+    """
+    width, dim, copied = old.shape[1], old.table.dim, 0
+    filled = [0] * len(final.owners)  # rows that a new shard has by now
+    arrays = list(dict.fromkeys(("value", *(name for state in captured for name in state.arrays))))
+    for shard, (server, state) in enumerate(zip(old.owners, captured, strict=True)):
+        for first, last in pieces(0, state.rows, max(MOVE_BYTES // (width * _ITEM_BYTES), 1)):
+            nbytes = (last - first) * width * _ITEM_BYTES
+            size = {"first": first, "rows": last - first, "nbytes": nbytes, "updates": updates}
+
+            def take(name: str, server: int = server, shard: int = shard, size: dict[str, int] = size) -> Rows:
+                return np.frombuffer(steps.take(server, shard, name, **size), np.float32).reshape(-1, width)
+
+            values = take("value")
+            split = _split(values, dim, len(filled))
+            for name in arrays:
+                if name == "value" or (name not in state.arrays and name.startswith("average/")):
+                    data = values  # as which an average begins
+                elif name in state.arrays:
+                    data = take(name)
+                else:
+                    continue  # the slot is as before the first gradient
+                for target, places in split:
+                    rows = data[places]
+                    start = filled[target] * width
+                    steps.fill(final.owners[target], target, name, start, view(rows), _ITEM_BYTES)
+                    copied += rows.nbytes
+            for target, places in split:
+                filled[target] += len(places)
+    return copied
+
+
+def copy_seen(
+    steps: RecutSteps,
+    old: ps_pb2.VariableSpec,
+    final: ps_pb2.VariableSpec,
+    captured: Sequence[ps_pb2.ShardState],
+) -> None:
+    """Give each new shard what those old ones whose ids it may get have counted of ids without a row."""
+    for target, server in enumerate(final.owners):
+        sources = [n for n in shards_before(target, len(final.owners), len(old.owners)) if captured[n].seen]
+        if sources:
+            taken = (steps.take(old.owners[n], n, SEEN, 0, 0, SEEN_BYTES, 0) for n in sources)
+            counts = functools.reduce(np.maximum, (np.frombuffer(each, np.uint8) for each in taken))
+            steps.fill(server, target, SEEN, 0, view(counts), 1, seen=max(captured[n].seen for n in sources))
+
+
+def _split(values: Rows, dim: int, num_shards: int) -> list[tuple[int, Ids]]:
+    """Return those new shards that get some of these rows, each with their numbers."""
+    shards = shards_of(tails_of(values, dim)[0], num_shards)
+    order = np.argsort(shards, kind="stable")
+    ends = np.cumsum(np.bincount(shards, minlength=num_shards))[:-1]
+    return [(target, places) for target, places in enumerate(np.split(order, ends)) if len(places)]
