@@ -1,7 +1,8 @@
 """What clients and servers agree on about tables whose rows are made when their ids are first updated.
 
 A table is a variable of shape (rows, dim + TAIL), or wider if its ids are strings (`row_ids`), see `ps_pb2.TableSpec`,
-cut into a fixed number of shards. Each has an array of the rows that are in use; the shape says how many these may be.
+cut into shards. Each has an array of the rows that are in use; the shape says how many these may be. Slots and averages
+are beside them, row by row, of shape (rows, dim): an id is stored once, with the values.
 A hash of an id says which shard its row is in. A row that has had no update yet is not stored: its values follow from
 the initializer's seed and the id alone, so that every server, after every restart, gives the same ones for it.
 """
@@ -219,6 +220,19 @@ def row_limit(spec: ps_pb2.VariableSpec, partition: Partition, shard: int) -> in
     if not spec.HasField("table"):
         return 0
     return partition.block(shard).shape[0] if spec.table.capacity else MAX_ROWS
+
+
+def width_of(spec: ps_pb2.VariableSpec, array: str) -> int:
+    """Return how many elements a row has in an array of a table, by its name: ids are beside the values alone."""
+    return int(spec.shape[1]) if array == "value" else spec.table.dim
+
+
+def row_items(spec: ps_pb2.VariableSpec) -> int:
+    """Return into how many items, equally many in each array, a row is divided when its shard moves; 0 of a variable.
+
+    Pages of a shard are so many items, as of a variable so many elements: see `PAGE_ELEMENTS`.
+    """
+    return 4 * math.gcd(spec.table.dim, int(spec.shape[1])) if spec.HasField("table") else 0
 
 
 def rows_of_shard(capacity: int, num_shards: int) -> int:

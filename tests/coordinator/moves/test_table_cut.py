@@ -48,7 +48,7 @@ class Steps:
             rows.attach(space_of(shard))
             rows.append(ids, rng.normal(size=(len(ids), DIM)).astype(np.float32), (10 * index << 32) + index + 1)
             if index % 2 == 0:
-                slot = np.full(shard.array.shape, index + 2, np.float32)
+                slot = np.full((len(ids), DIM), index + 2, np.float32)
                 shard.put({f"slot/{ADAGRAD}/accumulator": slot, f"average/{ADAGRAD}": slot + 1})
             shard.sightings = Sightings()
             shard.sightings.add(ids)
@@ -81,7 +81,7 @@ class Steps:
         """All rows of a variable, by rising id."""
         shards = [shard for _, shard in sorted(self.store.directory.variables[variable].shards.items())]
         ids = np.concatenate([tails_of(cast(Floats, shard.array), DIM)[0] for shard in shards])
-        found_by = [shard.arrays().get(array, np.full(shard.array.shape, np.nan)) for shard in shards]
+        found_by = [shard.arrays().get(array, np.full((len(shard.array), DIM), np.nan)) for shard in shards]
         found = np.concatenate([np.asarray(each, np.float32) for each in found_by])
         return np.sort(ids), found[np.argsort(ids)]
 
@@ -102,8 +102,8 @@ def test_rows_take_along_what_is_beside_them(before: int, after: int) -> None:
     """Values, slots, averages, ages, frequencies, and how often ids without a row were seen."""
     steps = Steps(before)
     driver = cast(RecutSteps, steps)
-    sizes, arrays = counted(driver, steps.old, after)
-    assert (sum(sizes), arrays) == (ROWS, 3)
+    sizes, row_bytes = counted(driver, steps.old, after)
+    assert (sum(sizes), row_bytes) == (ROWS, 4 * (DIM + TAIL) + 2 * 4 * DIM)
     np.testing.assert_array_equal(sizes, np.bincount(shards_of(IDS, after), minlength=after))
     assert partition_of_table(steps.old, sizes).shape == (after << 20, DIM + TAIL)
     final = spec_of(5, "t", [0] * after)
@@ -123,12 +123,12 @@ def test_rows_take_along_what_is_beside_them(before: int, after: int) -> None:
     np.testing.assert_array_equal(ids, old_ids)
     np.testing.assert_array_equal(new[:, :DIM], old[:, :DIM])
     has_slot = shards_of(old_ids, before) % 2 == 0
-    assert copied == new.nbytes + 2 * has_slot.sum() * new[0].nbytes + (~has_slot).sum() * new[0].nbytes
-    expected = np.where(has_slot[:, None], slots[:, :DIM], np.float32(0.1))
-    found = steps.rows(5, f"slot/{ADAGRAD}/accumulator")[1][:, :DIM]
+    assert copied == new.nbytes + (2 * has_slot.sum() + (~has_slot).sum()) * 4 * DIM
+    expected = np.where(has_slot[:, None], slots, np.float32(0.1))
+    found = steps.rows(5, f"slot/{ADAGRAD}/accumulator")[1]
     np.testing.assert_array_equal(np.where(np.isnan(found), np.float32(0.1), found), expected)
-    expected = np.where(has_slot[:, None], averages, new)[:, :DIM]
-    np.testing.assert_array_equal(steps.rows(5, f"average/{ADAGRAD}")[1][:, :DIM], expected)
+    expected = np.where(has_slot[:, None], averages, new[:, :DIM])
+    np.testing.assert_array_equal(steps.rows(5, f"average/{ADAGRAD}")[1], expected)
     uses = tails_of(new, DIM)[1]
     assert not ages(uses, state.updates).any(), "all were used at the last update of their shard"
     np.testing.assert_array_equal(uses & np.uint64(0xFFFF_FFFF), shards_of(old_ids, before) + 1)
@@ -148,9 +148,9 @@ def test_a_full_table_has_room_for_the_rows_that_there_are() -> None:
     final = spec_of(5, "t", [0, 1, 0])
     row = 3 * 4 * (DIM + TAIL)
     final.table.max_bytes = 1000 * row
-    check_bytes(final, [550, 900, 550], 3)
+    check_bytes(final, [550, 900, 550], row)
     with pytest.raises(InvalidUpdateError, match="in 3 shards it would take 115,200 bytes on ps 0, and its max_bytes"):
-        check_bytes(final, [800, 400, 800], 3)
+        check_bytes(final, [800, 400, 800], row)
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,8 @@ def check_whole(index: Index, directory: str) -> None:
         for key, tensors in variable.arrays.items():
             for tensor in tensors:
                 shape = partition.block(tensor.shard).shape
-                if variable.dim and tensor.shape[1:] == shape[1:]:  # of a table are the rows in use
-                    shape = tensor.shape
+                if variable.dim:  # of a table are the rows in use; ids are with the values alone
+                    shape = (*tensor.shape[:1], shape[1] if key == "value" else variable.dim)
                 try:
                     size = math.prod(shape) * dtype_of(tensor.dtype).itemsize
                 except CheckpointError as error:

@@ -125,25 +125,36 @@ def _whole(path: str, index: Index, variable: SavedVariable, key: str) -> tuple[
         tensors = {tensor.shard: tensor for tensor in variable.arrays["value"]} | tensors
     fill = _fill(index, key) if key.startswith("slot/") else 0.0
     if variable.dim:
-        return _rows_of_table(path, variable, name, tensors, dtype, fill)
+        width = variable.shape[1] if key == "value" else variable.dim
+        return _rows_of_table(path, variable, name, tensors, dtype, fill, width)
     ordered = _in_order if variable.row_order == RANGE else _by_row_ids
     return tensor_to_write(name, dtype, variable.shape), ordered(path, variable, tensors, dtype, fill)
 
 
 def _rows_of_table(
-    path: str, variable: SavedVariable, name: str, tensors: dict[int, SavedTensor], dtype: np.dtype[Any], fill: float
+    path: str,
+    variable: SavedVariable,
+    name: str,
+    tensors: dict[int, SavedTensor],
+    dtype: np.dtype[Any],
+    fill: float,
+    width: int,
 ) -> tuple[ps_pb2.SavedTensor, Iterator[bytes]]:
     """Return the rows of a table, one shard after the other, and what is beside them in the same order."""
     shards = sorted(variable.arrays["value"], key=lambda tensor: tensor.shard)
-    rows, width = sum(tensor.shape[0] for tensor in shards), variable.shape[1]
-    some = max(1, CHUNK_BYTES // (width * dtype.itemsize))
+    rows = sum(tensor.shape[0] for tensor in shards)
+    some = max(1, CHUNK_BYTES // (variable.shape[1] * dtype.itemsize))
 
     def pieces() -> Iterator[bytes]:
         for values in shards:
-            saved = _Shard(path, tensors[values.shard], CHUNK_BYTES) if values.shard in tensors else None
+            tensor = tensors.get(values.shard)
+            saved = None if tensor is None else _Shard(path, tensor, CHUNK_BYTES)
             for start in range(0, values.shape[0], some):
-                shape = min(some, values.shape[0] - start), width
-                yield (np.full(shape, fill, dtype) if saved is None else saved.take(shape)).tobytes()
+                count = min(some, values.shape[0] - start)
+                if saved is None or tensor is None:
+                    yield np.full((count, width), fill, dtype).tobytes()
+                else:  # values stand for an average, without their ids
+                    yield saved.take((count, tensor.shape[1]))[:, :width].tobytes()
 
     return tensor_to_write(name, dtype, (rows, width)), pieces()
 

@@ -24,6 +24,7 @@ from pscluster.ps.client.move_steps import MoveSteps, Pages
 from pscluster.ps.handles.variable import Shard, Variable
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.spec import PAGE_ELEMENTS
+from pscluster.ps.tables import row_items, width_of
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class _Course:
 
     @property
     def itemsizes(self) -> dict[str, int]:
-        """Return how many bytes an element of each array takes."""
+        """Return how many bytes an element of each array takes, or an item of a table's rows."""
+        if items := row_items(self.spec):
+            return {name: width_of(self.spec, name) * 4 // items for name in self.arrays}
         dtype = self.shard.dtype
         return {name: (dtype if name == "value" else compute_dtype(dtype)).itemsize for name in self.arrays}
 
@@ -137,7 +140,7 @@ class ShardMover:
                     source,
                     target,
                     shard.block.size,
-                    row_elements=spec.shape[1] if spec.HasField("table") else 0,
+                    row_elements=row_items(spec),
                 ),
                 Move(spec.placement),
             )

@@ -131,12 +131,12 @@ class Recutter:
             raise MisuseError(f"variable {old.name!r} has {len(old.owners)} shards by now, not {cut.num_shards}")
         steps = RecutSteps(client, fresh_id(), old.id)
         if old.HasField("table"):
-            sizes, arrays = counted(steps, old, cut.proposed)
+            sizes, row_bytes = counted(steps, old, cut.proposed)
             partition = partition_of_table(old, sizes)
         else:
             partition = partition_for(_partitioner_of(cut, old), tuple(old.shape), dtype_named(old.dtype), old.name)
             check_shards(partition, old.push_top_k, old.name)
-            sizes, arrays = [block.size for block in partition.blocks], 0
+            sizes, row_bytes = [block.size for block in partition.blocks], 0
         others, load = [0.0] * client.num_servers, 0.0
         for shard in loads:
             if shard.variable == old.name:
@@ -151,7 +151,7 @@ class Recutter:
         final.splits.extend(ps_pb2.AxisSplit(ends=ends) for ends in partition.ends)
         final.owners.extend(owners_of(sizes, load or 1.0, others))
         final.shape[:] = partition.shape
-        check_bytes(final, sizes, arrays)
+        check_bytes(final, sizes, row_bytes)
         final.ClearField("row_order")
         if (order := row_order_message(partition.order)) is not None:
             final.row_order.CopyFrom(order)

@@ -22,20 +22,20 @@ from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.recut_steps import RecutSteps
 from pscluster.ps.spec import MOVE_BYTES
-from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of
+from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of, width_of
 from pscluster.v1 import ps_pb2
 
 _ITEM_BYTES = 4  # all arrays of tables are of float32
 
 
 def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
-    """Return how many rows each of so many new shards will have, and how many arrays there are for each row."""
+    """Return how many rows each of so many new shards will have, and how many bytes a row has in all arrays."""
     rows, arrays = np.zeros(num_shards, np.int64), set[str]()
     for shard, server in enumerate(old.owners):
         of_shard, names = steps.count(server, shard, num_shards)
         rows += np.array(of_shard, np.int64)
         arrays.update(names)
-    return rows.tolist(), len(arrays)
+    return rows.tolist(), sum(width_of(old, name) for name in arrays) * _ITEM_BYTES
 
 
 def partition_of_table(old: ps_pb2.VariableSpec, rows: Sequence[int]) -> Partition:
@@ -44,9 +44,9 @@ def partition_of_table(old: ps_pb2.VariableSpec, rows: Sequence[int]) -> Partiti
     return Partition((len(rows) * each, width), (tuple(each * (n + 1) for n in range(len(rows))), (width,)))
 
 
-def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], arrays: int) -> None:
+def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], row_bytes: int) -> None:
     """Raise InvalidUpdateError if a server would have more of a table than its limit, by more than a hash may do."""
-    most, row_bytes = final.table.max_bytes, arrays * final.shape[1] * _ITEM_BYTES
+    most = final.table.max_bytes
     for server in sorted(set(final.owners)) if most else ():
         here = sum(count for count, owner in zip(rows, final.owners, strict=True) if owner == server)
         if here > most // row_bytes + 6 * math.sqrt(most // row_bytes):
@@ -72,24 +72,27 @@ def copy_rows(
     arrays = list(dict.fromkeys(("value", *(name for state in captured for name in state.arrays))))
     for shard, (server, state) in enumerate(zip(old.owners, captured, strict=True)):
         for first, last in pieces(0, state.rows, max(MOVE_BYTES // (width * _ITEM_BYTES), 1)):
-            nbytes = (last - first) * width * _ITEM_BYTES
-            size = {"first": first, "rows": last - first, "nbytes": nbytes, "updates": updates}
+            size = {"first": first, "rows": last - first, "updates": updates}
 
             def take(name: str, server: int = server, shard: int = shard, size: dict[str, int] = size) -> Rows:
-                return np.frombuffer(steps.take(server, shard, name, **size), np.float32).reshape(-1, width)
+                width = width_of(old, name)
+                data = steps.take(server, shard, name, nbytes=size["rows"] * width * _ITEM_BYTES, **size)
+                return np.frombuffer(data, np.float32).reshape(-1, width)
 
             values = take("value")
             split = _split(values, dim, len(filled))
             for name in arrays:
-                if name == "value" or (name not in state.arrays and name.startswith("average/")):
-                    data = values  # as which an average begins
+                if name == "value":
+                    data = values
                 elif name in state.arrays:
                     data = take(name)
+                elif name.startswith("average/"):
+                    data = values[:, :dim]  # as which it begins
                 else:
                     continue  # the slot is as before the first gradient
                 for target, places in split:
                     rows = data[places]
-                    start = filled[target] * width
+                    start = filled[target] * rows.shape[1]
                     steps.fill(final.owners[target], target, name, start, view(rows), _ITEM_BYTES)
                     copied += rows.nbytes
             for target, places in split:

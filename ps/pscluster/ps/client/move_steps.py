@@ -50,7 +50,7 @@ class MoveSteps:
         *,
         row_elements: int = 0,
     ) -> None:
-        """Take the numbers of the shard, of the servers, and of its `elements`, or of those of a row of a table's."""
+        """Take the numbers of the shard, of the servers, and of its `elements`, or the items of a row of a table's."""
         self._client = client
         self._source, self._target = source, target
         self._elements, self._row_elements, self._rows, self._round = elements, row_elements, 0, 0

@@ -63,8 +63,7 @@ class EmbeddingTable(Variable):
             disk are taken by the rows that there are, not by the capacity.
         ids: `int`, for int64, or `str`. It can't be changed later.
         max_id_bytes: with `ids=str`, how many bytes the UTF-8 of an id may have, 1,024 at most; default: 64. It is
-            rounded up to a multiple of 8, and to 16. Each row takes that much more, as often as it is stored: once for
-            its values and once for each slot.
+            rounded up to a multiple of 8, and to 16. Each row takes that much more, once, beside its values.
         optimizer: what applies the table's gradients, whichever optimizer's `apply_gradients` they are given to, with
             its own learning rate, clipping and counts; default: that optimizer.
         initializer: of new rows: `Zeros`, `Ones`, `Constant`, `RandomUniform` (the default), `RandomNormal` or

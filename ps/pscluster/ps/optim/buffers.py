@@ -13,8 +13,9 @@ from pscluster.ps.optim.rules import Array
 
 
 def items_of(table: Array) -> Array:
-    """Return the rows of a contiguous table as opaque items, shape (rows,)."""
-    return table.view(_item(table.shape[1] * table.itemsize)).reshape(-1)
+    """Return the rows of a table as opaque items, shape (rows,). Each is contiguous; they may lie apart."""
+    items: Array = table.view(_item(table.shape[1] * table.itemsize))[:, 0]
+    return items
 
 
 @functools.lru_cache(maxsize=256)

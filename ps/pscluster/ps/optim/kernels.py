@@ -99,14 +99,14 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
     rows.
 
     Args:
-        param, slots, step: as for `apply_dense`, with arrays of shape (rows, width).
+        param, slots, step: as for `apply_dense`, with arrays of shape (rows, width). Rows of `param` may lie apart.
         ids: shape (n,), int64, each in 0..rows - 1, which the caller has checked.
         grads: shape (n, width), of any real floating dtype; may be read-only and unaligned.
 
     Raises:
         InvalidUpdateError: shapes, dtypes or slots do not fit. Nothing was changed.
     """
-    _check(rule, param, slots)
+    _check(rule, param, slots, rows=True)
     if param.ndim != 2 or ids.ndim != 1 or grads.shape != (len(ids), param.shape[1]):
         raise InvalidUpdateError(
             f"rows of shape {grads.shape} for ids of shape {ids.shape} and a variable of shape {param.shape}"
@@ -140,7 +140,10 @@ def _apply_narrow_rows(
         touched = groups.ids[start : start + many]
         size = len(touched)
         for table, rows in moves:
-            np.take(table, touched, out=rows[:size], mode=_IN_RANGE)
+            if table.flags.c_contiguous:
+                np.take(table, touched, out=rows[:size], mode=_IN_RANGE)
+            else:  # of which `take` would copy all first
+                rows[:size] = table[touched]
         flat = {name: rows[:size].reshape(-1) for name, rows in blocks.items()}
         kernel.block(flat.pop(_PARAM), sums.block(start, start + size).reshape(-1), flat)
         for table, rows in moves:
@@ -212,8 +215,11 @@ def _summed(groups: Groups, rows: Array, summed_in: DType) -> Array:
     return result
 
 
-def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
-    """Refuse arrays with which an update would fail halfway, or write to a copy."""
+def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array], *, rows: bool = False) -> None:
+    """Refuse arrays with which an update would fail halfway, or write to a copy.
+
+    `rows`: those of `param` may lie apart.
+    """
     allowed = (param.dtype, compute_dtype(param.dtype))
     for name in rule.slots:
         if name not in slots:
@@ -223,8 +229,9 @@ def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
             raise InvalidUpdateError(f"slot {name!r} has shape {slot.shape}, its variable {param.shape}")
         if slot.dtype not in allowed:
             raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {allowed[1]} or the variable's dtype")
+    apart = rows and param.ndim == 2 and param.strides[1] == param.itemsize
     for array in (param, *(slots[name] for name in rule.slots)):
-        if not (array.flags.c_contiguous and array.flags.writeable):
+        if not ((array.flags.c_contiguous or (apart and array is param)) and array.flags.writeable):
             raise InvalidUpdateError("a variable and its slots must be contiguous, writeable arrays")
 
 

@@ -52,7 +52,7 @@ from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
 from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
-from pscluster.ps.tables import row_limit
+from pscluster.ps.tables import row_items, row_limit
 from pscluster.v1 import node_pb2, ps_pb2
 
 _MAX_OVER = 64
@@ -66,8 +66,9 @@ class _Staged:
     """What has come of a shard."""
 
     name: tuple[int, int]  # variable and shard
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the values
     row_limit: int  # of a table's shard, whose rows may get more or fewer; else 0
+    row_items: int  # into how many items a row of a table is divided; else 0
     arrays: dict[str, Array] = field(default_factory=dict)
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
     round: int = 0  # of the last pages that have come
@@ -91,6 +92,11 @@ class _Staged:
                 for name, array in self.arrays.items():
                     file.put(name, 0, view(array))
             self.file = file
+
+    @property
+    def elements(self) -> int:
+        """How many elements, or items of a table's rows, pages are counted by."""
+        return self.shape[0] * self.row_items if self.row_items else math.prod(self.shape)
 
     def with_room(self) -> Mapping[str, Array]:
         """Return the arrays with rows for what may come until the shard is frozen, if it can get more."""
@@ -178,7 +184,9 @@ class Moves:
             self._check_wanted(store, request)
         with shard.lock:
             if shard.pages is None or shard.pages.move != request.id:
-                shard.pages = ChangedPages(request.id, shard.array.size)
+                items = row_items(held.spec)
+                elements = len(shard.array) * items if items else shard.array.size
+                shard.pages = ChangedPages(request.id, elements, items)
             return _changes(shard, shard.pages, request.round)
 
     def _changed(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
@@ -212,12 +220,12 @@ class Moves:
         return reply, nothing
 
     def _read(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
-        _, shard = store.directory.find(request.variable, request.shard)
+        held, shard = store.directory.find(request.variable, request.shard)
         with shard.lock:
             _tracked(shard, request)
             known = shard.arrays()
-        if shard.row_limit:
-            known = {name: _first_rows(array, request.state.rows) for name, array in known.items()}
+        if items := row_items(held.spec):
+            known = {name: in_items(_first_rows(array, request.state.rows), items) for name, array in known.items()}
         arrays = _named(known, request.arrays)
         pages = _pages_of(request, known["value"].size)
         if (size := pages_bytes(pages, arrays)) > MOVE_BYTES:
@@ -245,7 +253,7 @@ class Moves:
         with self._lock:
             self._check_wanted(store, request)
             others = [each for move, each in self._staged.items() if move != request.id]
-            staged = self._staged.get(request.id, _Staged(name, shape, limit))
+            staged = self._staged.get(request.id, _Staged(name, shape, limit, row_items(held.spec)))
             self._staged = {request.id: staged}  # a coordinator makes one move at a time
         for other in others:
             other.drop()
@@ -264,7 +272,9 @@ class Moves:
 
     def _write(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
         staged = self._staged_as(store, request)
-        arrays, pages = _named(staged.arrays, request.arrays), _pages_of(request, math.prod(staged.shape))
+        arrays, pages = _named(staged.arrays, request.arrays), _pages_of(request, staged.elements)
+        if staged.row_items:
+            arrays = [in_items(array, staged.row_items) for array in arrays]
         if len(payload) != pages_bytes(pages, arrays):
             raise ProtocolError(f"{len(payload):,} bytes for pages that take {pages_bytes(pages, arrays):,}")
         at = 0
@@ -454,8 +464,13 @@ def _pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
     return pages
 
 
+def in_items(array: Array, row_items: int) -> Any:
+    """Return an array of a table as opaque items, so many a row."""
+    return array.view(np.dtype((np.void, array.strides[0] // row_items))).reshape(-1)
+
+
 def pages_bytes(pages: Pages, arrays: Sequence[Any]) -> int:
-    """Return how many bytes these pages take of arrays of one shape."""
+    """Return how many bytes these pages take of arrays with equally many elements."""
     if not len(pages) or not arrays:
         return 0
     size = arrays[0].size

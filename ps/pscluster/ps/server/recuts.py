@@ -211,7 +211,7 @@ class Recuts:
             if name not in shard.arrays():
                 shard.put({name: _blank(store, held, shard, name)})
             if shard.row_limit:
-                elements = len(payload) // shard.array.itemsize
+                elements = len(payload) // 4
                 table_recuts.make_room(held, shard, name, request.start, elements, functools.partial(_fills, store))
             array = shard.arrays()[name]
             count, rest = divmod(len(payload), array.itemsize)
@@ -219,7 +219,12 @@ class Recuts:
                 raise ProtocolError(
                     f"{len(payload):,} bytes from element {request.start:,} of a shard of {array.size:,} elements"
                 )
-            shard.before_span_changes(request.start, request.start + count)
+            if shard.row_limit:
+                shard.before_rows_change(
+                    np.arange(request.start, request.start + count, array.shape[1]) // array.shape[1]
+                )
+            else:
+                shard.before_span_changes(request.start, request.start + count)
             shard.changes += 1
             array.reshape(-1)[request.start : request.start + count] = np.frombuffer(payload, array.dtype)
         reach("ps.fill.after")

@@ -37,6 +37,7 @@ from pscluster.ps.server.state.shard import Shard, Snapshot
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import METADATA, SYNCHRONOUS, row_order_of
 from pscluster.ps.storage.tensor_files import Array, read, tensor_name, tensor_to_write, write
+from pscluster.ps.tables import width_of
 from pscluster.v1 import ps_pb2
 
 
@@ -235,9 +236,9 @@ class CheckpointParts:
             steps = {numbers[name]: step for name, step in item.steps.items() if name in numbers}
             staged.shards.append(((item.variable, item.shard), shard, arrays, steps))
         _read_into(values, where)
-        for _, _, arrays, _ in staged.shards:
+        for _, shard, arrays, _ in staged.shards:
             for key, array in arrays.items():
-                if key.startswith("average/"):  # where none was saved, the average is the value
+                if key.startswith("average/") and not shard.row_limit:  # where none was saved, the average is the value
                     array[...] = arrays["value"]
         _read_into(others, where)
         for table, shard_index, arrays, sources in of_tables:
@@ -299,7 +300,7 @@ class CheckpointParts:
                 if shard.row_limit:
                     shard.array, shard.rows, shard.sightings = arrays.pop("value"), None, None
                     if shard.pages is not None:
-                        shard.pages.resize(shard.array.size)
+                        shard.pages.resize(len(shard.array))
                 else:
                     shard.array[...] = arrays.pop("value")
                 shard.slots.clear()
@@ -326,13 +327,13 @@ def _shared_failure(copies: Future[Any]) -> Iterator[None]:
 def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: str, limit: int = 0) -> Array:
     """Return a new array of a shard to read into. Slots are as before the first gradient: not all may be saved.
 
-    `limit`: how many rows those of a table can grow to.
+    `limit`: how many rows those of a table can grow to; of `shape`, only the rows count then.
     """
     kind, _, rest = key.partition("/")
     if limit:
         if kind == "slot":
             _fill(store, key)
-        return tables.new_array(shape[0], limit, shape[1])
+        return tables.new_array(shape[0], limit, width_of(held.spec, key))
     if kind != "slot":
         return np.zeros(shape, held.dtype if kind == "value" else compute_dtype(held.dtype))
     optimizer_id, _, slot = rest.partition("/")

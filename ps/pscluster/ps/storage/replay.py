@@ -99,8 +99,6 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         if "value" not in of_shard:
             raise DamagedError(f"snapshot {manifest.generation} lacks the values of a shard")
         shard = by_variable[saved.variable][saved.shard] = Shard(of_shard["value"], saved.updates)
-        if {array.shape for array in of_shard.values()} != {shard.array.shape}:
-            raise DamagedError(f"snapshot {manifest.generation} has arrays of a shard that have different shapes")
         shard.put(of_shard)
         shard.steps.update(saved.steps)
     held = []
@@ -109,6 +107,8 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         for index, shard in shards.items():
             shard.row_limit = row_limit(spec, partition, index)
         here = {i for i, owner in enumerate(spec.owners) if owner == manifest.server}
+        if not all(_fit_together(spec, shard) for shard in shards.values()):
+            raise DamagedError(f"snapshot {manifest.generation} has arrays of a shard that have different shapes")
         if shards.keys() != here or not all(_fits(partition, *item) for item in shards.items()):
             raise DamagedError(f"snapshot {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, shards))
@@ -133,6 +133,14 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         for incarnation in manifest.closed:
             ledger.close(incarnation)
     return store
+
+
+def _fit_together(spec: ps_pb2.VariableSpec, shard: Shard) -> bool:
+    """Return whether what is beside the values has their shape; of a table, their rows."""
+    shape = shard.array.shape
+    if spec.HasField("table"):
+        shape = shape[0], spec.table.dim
+    return all(array.shape == shape for name, array in shard.arrays().items() if name != "value")
 
 
 def _fits(partition: Partition, index: int, shard: Shard) -> bool:

@@ -66,7 +66,7 @@ class Table:
             spec.table.eviction.CopyFrom(eviction.message())
         check_policies(spec)
         self.shard = Shard(new_array(0, capacity, DIM + TAIL), row_limit=capacity)
-        self.shard.slots[ADAGRAD] = new_slots(Adagrad(), 0, capacity, DIM + TAIL)
+        self.shard.slots[ADAGRAD] = new_slots(Adagrad(), 0, capacity, DIM)
         partition = Partition.even(tuple(spec.shape), (1, 1))
         self.held = HeldVariable(spec, np.dtype(np.float32), partition, {0: self.shard})
         self.log: list[tuple[Ids, float, bytes]] = []
@@ -106,8 +106,8 @@ class Table:
         rows = rows_of(self.shard, DIM)
         ids = rows.ids()
         np.testing.assert_array_equal(rows.find(ids), np.arange(rows.count))
-        assert {array.shape for array in self.shard.arrays().values()} == {(rows.count, DIM + TAIL)}
-        values, slots = self.shard.array, self.shard.slots[ADAGRAD]["accumulator"][:, :DIM]
+        values, slots = self.shard.array, self.shard.slots[ADAGRAD]["accumulator"]
+        assert (values.shape, slots.shape) == ((rows.count, DIM + TAIL), (rows.count, DIM))
         return {id_: (values[at].tobytes(), slots[at].tobytes()) for at, id_ in enumerate(ids.tolist())}
 
 
@@ -307,7 +307,7 @@ def test_restored_rows_are_as_old_as_they_were() -> None:
     restore_rows(spec, 0, 100, 1000, arrays, {}, {"value": [source]}, lambda _: saved.shard.array)
     table.shard.array = arrays["value"]
     table.shard.slots.clear()
-    table.shard.slots[ADAGRAD] = new_slots(Adagrad(), 2, 100, DIM + TAIL)
+    table.shard.slots[ADAGRAD] = new_slots(Adagrad(), 2, 100, DIM)
     assert table.update([2]) == set()
     assert table.update([2]) == {1}
 

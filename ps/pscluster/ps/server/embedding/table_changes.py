@@ -183,7 +183,7 @@ def _make(
         evicts = spec.table.HasField("eviction")
         rows.append(new, initial_rows(spec.table, spec.name).of(new), changes.now << 32 if evicts else 1)
         for average in shard.averages.values():
-            average[first:] = shard.array[first:]
+            average[first:] = shard.array[first:, : rows.dim]
     return first
 
 
@@ -256,9 +256,10 @@ def _limit_of(held: HeldVariable, shard: Shard, optimizer: HeldOptimizer | None)
     """Return how many rows a shard may have now, and what to do if that is too few."""
     table = held.spec.table
     if table.max_bytes:
-        own = {**shard.arrays(), **({} if optimizer is None else _slots_to_come(shard, optimizer))}
+        slots = {} if optimizer is None else _slots_to_come(shard, optimizer)
+        row_bytes = sum(array.strides[0] for array in shard.arrays().values()) + len(slots) * table.dim * 4
         others = sum(other.nbytes for other in list(held.shards.values()) if other is not shard)
-        rows = max(table.max_bytes - others, 0) // (len(own) * shard.array.strides[0])
+        rows = max(table.max_bytes - others, 0) // row_bytes
         if rows < shard.row_limit:
             return rows, (
                 f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, or have more servers"

@@ -27,7 +27,7 @@ from pscluster.ps.server.embedding.table_policy import Sightings
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.spec import MOVE_BYTES
-from pscluster.ps.tables import SEEN, Ids, shards_of, tails_of
+from pscluster.ps.tables import SEEN, Ids, shards_of, tails_of, width_of
 
 MAX_SHARDS = 1 << 16
 """The most shards into which a table is cut."""
@@ -79,7 +79,8 @@ def make_room(
 
     ProtocolError if they are no rows, or no values have come before; InvalidUpdateError if there is no room for them.
     """
-    width, rows = shard.array.shape[1], -(-(start + count) // shard.array.shape[1])
+    width = width_of(held.spec, name)
+    rows = -(-(start + count) // width)
     if start % width or count % width or start // width > len(shard.array):
         raise ProtocolError(f"{count:,} elements from element {start:,}, which are no rows of {held.spec.name!r}")
     shard.rows = None  # it is made anew from the ids

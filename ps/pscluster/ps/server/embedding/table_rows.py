@@ -10,8 +10,8 @@ needed, and dropped when the array gets other rows. Ids are int64 or, whole, str
     all rows  --(the shard is replaced by a checkpoint's)-->  those of the checkpoint
 
 Reads make no rows: what has had no update is computed (`InitialRows`). An update says ids, in the log, too, and places
-are never sent nor stored, so that a replay may give other places to the same rows. Optimizer slots have one row for
-each of the array's.
+are never sent nor stored, so that a replay may give other places to the same rows. Optimizer slots have one row, of
+values alone, for each of the array's.
 
 Memory: arrays have the rows in use, and grow where they are (`reserved_rows`), row by row without copies. The index
 (`row_index`) has no ids: they are compared in the rows themselves.
@@ -21,8 +21,6 @@ Pure; `tables` applies it to shards, under their locks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,7 +49,6 @@ class TableRows:
         """Go on with an array that has the same rows."""
         self.space, dim = space, self.dim
         self.values = space[:, :dim]
-        self._tails = space[:, dim:]
         self._ids, self._in_use = tails_of(space, dim)
         opaque = np.dtype((np.void, dim * space.itemsize))  # rows are moved as plain bytes
         self._items = np.ndarray(len(space), opaque, space, 0, space.strides[:1])
@@ -112,16 +109,6 @@ class TableRows:
         self._in_use[places] = use
         self._index.enter(ids, np.arange(places.start, places.stop))
         self.count = places.stop
-
-    @contextmanager
-    def only_values(self, places: Ids) -> Iterator[None]:
-        """Have zeros in place of these rows' ids during the block, which may do arithmetic with whole rows."""
-        tails = self._tails[places]
-        self._tails[places] = 0
-        try:
-            yield
-        finally:
-            self._tails[places] = tails
 
     def _enter_all(self) -> None:
         for start in range(0, self.count, _AT_ONCE):

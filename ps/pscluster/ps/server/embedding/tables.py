@@ -28,11 +28,11 @@ def new_array(rows: int, limit: int, width: int) -> Rows:
     return cast(Rows, array)
 
 
-def new_slots(rule: UpdateRule, rows: int, limit: int, width: int) -> dict[str, Array]:
+def new_slots(rule: UpdateRule, rows: int, limit: int, dim: int) -> dict[str, Array]:
     """Return the slots of a table's shard before the first gradient, as `kernels.new_slots` does."""
     slots: dict[str, Array] = {}
     for name, fill in rule.slots.items():
-        array = slots[name] = new_array(rows, limit, width)
+        array = slots[name] = new_array(rows, limit, dim)
         if fill:
             array[...] = fill
     return slots
@@ -67,14 +67,8 @@ def read_rows(shard: Shard, ids: RowIds, initial: InitialRows) -> tuple[Rows, in
 def apply_rows(
     rule: UpdateRule, shard: Shard, places: Ids, gradients: Rows, slots: Mapping[str, Array], step: int
 ) -> None:
-    """Apply a sparse gradient, of rows of values, to the rows at these places, as `kernels.apply_rows` does.
-
-    The kernel works with whole, contiguous rows: the columns of ids get a gradient of 0, and are 0 meanwhile.
-    """
-    whole = np.zeros((len(places), shard.array.shape[1]), gradients.dtype)
-    whole[:, : gradients.shape[1]] = gradients
-    with rows_of(shard, gradients.shape[1]).only_values(places):
-        kernels.apply_rows(rule, shard.array, places, whole, slots, step)
+    """Apply a sparse gradient, of rows of values, to the rows at these places, as `kernels.apply_rows` does."""
+    kernels.apply_rows(rule, shard.array[:, : gradients.shape[1]], places, gradients, slots, step)
 
 
 def restore_rows(
@@ -114,14 +108,23 @@ def restore_rows(
         for key, before in arrays.items():
             array = arrays[key] = resized(before, count, limit)
             array[places] = fills.get(key, 0.0)
-            if (of_shard := of_shards[key].get(saved_shard)) is not None:
-                array[places] = _saved_rows(spec, read(of_shard) if key != "value" else saved)[chosen]
-            elif key.startswith("average/"):
+            if key == "value":
                 array[places] = saved[chosen]
+            elif (of_shard := of_shards[key].get(saved_shard)) is not None:
+                array[places] = _saved_beside(spec, read(of_shard))[chosen]
+            elif key.startswith("average/"):
+                array[places] = saved[chosen, :dim]
         if count > places.start and table_policy.counts_steps(spec.table):
             _, of_saved = tails_of(saved, dim)
             _, uses = tails_of(cast(Rows, arrays["value"][places]), dim)
             uses[...] = table_policy.moved_to(uses, table_policy.newest(of_saved), now)
+
+
+def _saved_beside(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
+    """Return a saved slot or average."""
+    if array.ndim != 2 or array.dtype != np.float32 or array.shape[1] != spec.table.dim:
+        raise CheckpointMisfitError(f"{array.dtype}{list(array.shape)} are no slots of table {spec.name!r}")
+    return cast(Rows, array)
 
 
 def _saved_rows(spec: ps_pb2.VariableSpec, array: Array) -> Rows:

@@ -66,7 +66,8 @@ def have_slots(change: Change) -> None:
         return
     try:
         if change.held.spec.HasField("table"):
-            slots = tables.new_slots(optimizer.rule, len(shard.array), shard.row_limit, shard.array.shape[1])
+            dim = change.held.spec.table.dim
+            slots = tables.new_slots(optimizer.rule, len(shard.array), shard.row_limit, dim)
         else:
             slots = new_slots(optimizer.rule, shard.array.shape, shard.array.dtype)
         shard.slots[optimizer.spec.id] = slots
@@ -112,10 +113,10 @@ def _apply_rows(
         rows = rows[kept]
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
-        slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
         if is_table:
-            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slot_tables, step)
+            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slots, step)
         else:
+            slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
             apply_rows(change.optimizer.rule, whole, ids, rows, slot_tables, step)
     elif change.item.kind == ps_pb2.ASSIGN:
         table[ids] = rows

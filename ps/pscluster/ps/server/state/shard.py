@@ -38,10 +38,15 @@ class ChangedPages:
     """Which pages of a shard, and of what is kept beside it, have changed since they were last taken, in rounds.
 
     Needs the shard's lock. In round 0 all have.
+
+    Args:
+        move: its id.
+        elements: of the shard; of a table's items, as `row_elements` divides its rows (`row_items`).
+        row_elements: 0 of a variable.
     """
 
-    def __init__(self, move: int, elements: int) -> None:
-        self.move = move  # its id
+    def __init__(self, move: int, elements: int, row_elements: int = 0) -> None:
+        self.move, self.row_elements = move, row_elements
         self.names: list[str] = []  # of the arrays, when pages were last taken
         self._round = 0
         self._taken = np.ones(pages_in(elements), np.bool_)  # in this round
@@ -68,9 +73,9 @@ class ChangedPages:
     def note_all(self) -> None:
         self._changed[:] = True
 
-    def resize(self, elements: int) -> None:
-        """Go on with a shard of this many elements; the new ones are noted by those who change them."""
-        pages = pages_in(elements)
+    def resize(self, rows: int) -> None:
+        """Go on with a table's shard of this many rows; the new ones are noted by those who change them."""
+        pages = pages_in(rows * self.row_elements)
         for name in ("_taken", "_changed"):
             known = getattr(self, name)[:pages]
             setattr(self, name, np.concatenate((known, np.ones(pages - len(known), np.bool_))))
@@ -96,7 +101,8 @@ def pages_in(elements: int) -> int:
 class Shard:
     """A block of a variable. Every access to `array` and `slots` happens under `lock`.
 
-    That of a table has the rows that are in use, and `row_limit` of them at most.
+    That of a table has the rows that are in use, and `row_limit` of them at most: their ids are in `array`, and not in
+    what is beside it.
     """
 
     def __init__(self, array: Array, updates: int = 0, row_limit: int = 0) -> None:
@@ -169,7 +175,7 @@ class Shard:
         would not move. Call this after the update, under the lock.
         """
         average: Any = self.averages.get(optimizer)
-        values: Any = self.array
+        values: Any = self.array if self.rows is None else self.rows.values[: len(self.array)]
         if average is None:
             self.averages[optimizer] = values.astype(compute_dtype(values.dtype))
             return
@@ -193,7 +199,7 @@ class Shard:
         self.array = larger["value"]
         self.put(larger)
         if self.pages is not None:
-            self.pages.resize(self.array.size)
+            self.pages.resize(rows)
         self.before_rows_change(np.arange(before, rows))
         for optimizer, by_name in self.slots.items():
             for name, slot in by_name.items():
@@ -209,7 +215,7 @@ class Shard:
         self.array = fewer["value"]
         self.put(fewer)
         if self.pages is not None:
-            self.pages.resize(self.array.size)
+            self.pages.resize(rows)
 
     def replace(self, array: Array) -> bool:
         """Replace the array, unless a snapshot would hold the old one; return whether that is done. Needs the lock."""
@@ -241,8 +247,8 @@ class Shard:
             self.arriving = None
             arriving.set()
 
-    # The next three prepare for a change of the values, slots and averages, which share one shape: old bytes are saved
-    # for snapshots, and pages noted for a move. They need the lock.
+    # The next three prepare for a change of the values, slots and averages, which share one shape, or of a table's the
+    # rows: old bytes are saved for snapshots, and pages noted for a move. They need the lock.
 
     def before_change(self) -> None:
         """Prepare for a change anywhere in the shard."""
@@ -252,7 +258,7 @@ class Shard:
             self.pages.note_all()
 
     def before_span_changes(self, start: int, stop: int) -> None:
-        """Prepare for a change of the elements [start, stop), numbered in C order."""
+        """Prepare for a change of the elements [start, stop), numbered in C order; not of a table."""
         for snapshot in self._snapshots:
             size = snapshot.dtype.itemsize
             snapshot.save(range(start * size // CHUNK_BYTES, -(-stop * size // CHUNK_BYTES)))
@@ -261,12 +267,10 @@ class Shard:
 
     def before_rows_change(self, ids: npt.NDArray[np.int64], leading: int = 1) -> None:
         """Prepare for a change of these rows, which are numbered over the first `leading` axes."""
-        if self._snapshots:
-            elements = math.prod(self.array.shape[leading:])
-            for snapshot in self._snapshots:
-                snapshot.save(blocks_of_rows(ids, elements * snapshot.dtype.itemsize))
+        for snapshot in self._snapshots:
+            snapshot.save(blocks_of_rows(ids, math.prod(snapshot.shape[leading:]) * snapshot.dtype.itemsize))
         if self.pages is not None:
-            self.pages.note_rows(ids, math.prod(self.array.shape[leading:]))
+            self.pages.note_rows(ids, self.pages.row_elements or math.prod(self.array.shape[leading:]))
 
     def snapshot(self, start: int, stop: int, spill: Spill) -> Snapshot:
         """Return a consistent view of the bytes [start, stop) of the values; the caller closes it. Takes the lock."""
