@@ -28,8 +28,9 @@ A function with pushes:
              --returned, some are-------------> RETURNED --the last one is sent, or dropped--> ENDED
 
 Only then is its outcome reported, so to everyone else it has run until then. `acknowledged`, `next` and `returned` say
-which functions have ended. A push is outstanding from `add` until it is acknowledged, failed or dropped. With `overlap` n a step begins
-(`may_begin`) only when at most n earlier steps have outstanding pushes: as all are sent in order, these are the last n.
+which functions have ended. A push is outstanding from `add` until it is acknowledged, failed or dropped. With `overlap`
+n a step begins (`may_begin`) only when at most n earlier steps have outstanding pushes: as all are sent in order, these
+are the last n.
 
 What may be lost: if the worker dies, the pushes that are not acknowledged, all of functions that have not ended. They
 run again, and make the same updates under the same keys. Nothing is lost otherwise: pushes are dropped only where the
