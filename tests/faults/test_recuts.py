@@ -298,7 +298,7 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         reasons = dict(applied.left)
         assert reasons.keys() == {"rows", "part-0"}
         assert reasons["rows"] == "it has 4 shards, and is to have 4"
-        assert "joined" in reasons["part-0"]
+        assert "joined as shards of one: move it, join more" in reasons["part-0"]
         assert "rows: not cut otherwise, since it has 4 shards" in str(applied)
         assert joined.numpy().shape == (8, 2)
         for _ in range(10):

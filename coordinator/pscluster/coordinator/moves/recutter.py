@@ -94,7 +94,10 @@ class Recutter:
         if self._synchronous:
             return "replicas step together, on copies of it: give it another partitioner in the script"
         if known is not None and known.joined:
-            return "it is one of several variables that were joined as shards of one"
+            return (
+                "it is one of several variables that were joined as shards of one: move it, join more and smaller "
+                "ones, or make one variable with a partitioner"
+            )
         return ""
 
     def cut(self, cut: ProposedCut, loads: Sequence[PlacedShard]) -> NewCut:
