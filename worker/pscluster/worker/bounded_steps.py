@@ -105,9 +105,8 @@ def run_bounded(
                 before, after = positions.popleft()
                 steps.completed += 1
                 iterators.confirm(after)
-            job.steps_taken[gang.rank] = asked.run, steps.completed
-            if after:
                 job.before_last_step[gang.rank] = before
+            job.steps_taken[gang.rank] = asked.run, steps.completed
             return steps.report(before, after)
 
         while goes_on and steps.taken < last:
