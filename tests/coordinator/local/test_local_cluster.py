@@ -30,7 +30,7 @@ from pscluster.core.role.process import main_of
 
 # Behaves as the roles' contract says, and obeys a line sent to its port. What it does it writes to a diary.
 ROLE = """
-import json, os, signal, socket, subprocess, sys, threading
+import json, os, signal, socket, subprocess, sys, threading, time
 
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 me = f"{task['type']} {task['index']}"
@@ -83,7 +83,7 @@ def serve():
 threading.Thread(target=serve, daemon=True).start()
 note("serves")
 while True:
-    signal.pause()
+    time.sleep(0.05)  # a signal just before an endless wait would be noticed after that: never
 """
 
 # Runs a script as the coordinator does, and tells the roles at its end that the job is over.

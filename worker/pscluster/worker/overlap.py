@@ -32,7 +32,9 @@ function has killed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -84,7 +86,8 @@ def logs_of_overlapped_steps(
     if (bounded := function.bounded) is not None:  # it is called anew for each step
         bounded.ahead = bounded.ahead or _AheadInRun(elements, lookups, function, function.overlap)
         return logs_of_steps(step, bounded.ahead, steps)
-    return logs_of_steps(step, _Ahead(elements, steps, lookups, function, function.overlap), steps)
+    with contextlib.closing(_Ahead(elements, steps, lookups, function, function.overlap)) as ahead:
+        return logs_of_steps(step, ahead, steps)
 
 
 def overlap_of(function: Callable[..., Any]) -> Overlap | None:
@@ -147,6 +150,11 @@ class _Ahead(Iterator[Any]):
         self._overlap.fetched = fetched if taken.fetched is None else taken.fetched.result()
         return taken.element
 
+    def close(self) -> None:
+        """Give up what was sent for a step that is not to run."""
+        if self._next is not None and self._next.sent is not None:
+            self._next.sent[1].close()
+
     def _begin_step(self) -> None:
         if self._is_first:
             self._is_first = False
@@ -182,6 +190,7 @@ class _Ahead(Iterator[Any]):
             if begun.is_under_way:
                 return _Next(element, sent=(rows, begun))
             begun.close()
+            self._own_thread.took(math.inf)
             self._overlap.submit_ahead(functools.partial(self._fetch, rows, result))
         else:
             self._overlap.submit_ahead(functools.partial(self._name_and_fetch, element, rows, result))

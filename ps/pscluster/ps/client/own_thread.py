@@ -35,7 +35,7 @@ class OwnThread:
         return True
 
     def took(self, seconds: float) -> None:
-        """Note how long a piece has taken here."""
+        """Note how long a piece has taken here; infinity if it was left to another thread after all."""
         if seconds <= QUICK_SECONDS:
             self._next = 1
         else:
