@@ -19,7 +19,7 @@ from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
 from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
-from pscluster.core.errors import from_kind, from_rpc
+from pscluster.core.errors import MisuseError, from_kind, from_rpc
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
 from pscluster.core.transport.frames import pack, padding, unpack
@@ -32,6 +32,7 @@ __all__ = [
     "RawClient",
     "connections_to",
     "gone",
+    "kill_when_up",
     "ones",
     "ready",
     "running_job",
@@ -85,6 +86,19 @@ def status(cluster: LocalCluster, role: str, index: int) -> node_pb2.StatusReply
             node_pb2.StatusRequest(), timeout=TIMEOUT, wait_for_ready=True
         )
     return reply
+
+
+def kill_when_up(cluster: LocalCluster, role: str, index: int) -> None:
+    """Kill a task once it has a process: it may have just died, by itself or by the test's hand."""
+
+    def was_killed() -> bool:
+        try:
+            cluster.kill(role, index)
+        except MisuseError:
+            return False
+        return True
+
+    until(was_killed, f"{role} {index} runs, and is killed")
 
 
 @dataclass(frozen=True)

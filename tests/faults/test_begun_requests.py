@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tests.faults.support import running_job
+from tests.faults.support import kill_when_up, running_job
 
 from pscluster.coordinator.api import ParameterServerStrategy, Variable
 from pscluster.core.phases import Begun
@@ -41,11 +41,15 @@ def test_whatever_happens_to_servers_in_between() -> None:
             for shard in (*table.variables, *dense.variables):
                 job.strategy.move_shard(shard, 1 - shard.owners[0])
 
+        def kill_both() -> None:
+            for index in (0, 1):
+                kill_when_up(job.cluster, "ps", index)
+
         between: list[Callable[[], Any]] = [
             lambda: None,
             move,
-            lambda: job.cluster.kill("ps", 0),
-            lambda: [job.cluster.kill("ps", index) for index in (0, 1)],
+            lambda: kill_when_up(job.cluster, "ps", 0),
+            kill_both,
             lambda: job.strategy.client._servers[1].drop_sessions(),
         ]
         for value, happens in enumerate(between, 1):

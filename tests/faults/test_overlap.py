@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from typing import Any
@@ -10,22 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.faults.steps import die_once, first_time, note, wait_for
-from tests.faults.support import running_job
-from tests.waiting import TIMEOUT, until
+from tests.faults.support import kill_when_up, running_job
+from tests.waiting import TIMEOUT
 
-from pscluster.coordinator.api import IndexedSlices, LocalCluster, Variable, embedding_lookup, optimizers
-from pscluster.core.errors import MisuseError
+from pscluster.coordinator.api import IndexedSlices, Variable, embedding_lookup, optimizers
 
 ROWS = 40
-
-
-def was_killed(cluster: LocalCluster, role: str, index: int) -> bool:
-    """Kill a task unless it has no process: it may have just died by itself."""
-    try:
-        cluster.kill(role, index)
-    except MisuseError:
-        return False
-    return True
 
 
 def test_updates_count_once_whatever_dies() -> None:
@@ -69,7 +58,7 @@ def test_updates_count_once_whatever_dies() -> None:
         generator = random.Random(5)
         for count, (role, index) in zip((200, 250, 300), (("ps", 0), ("worker", 1), ("ps", 1)), strict=True):
             job.until_done(values, count + generator.randrange(20))
-            until(functools.partial(was_killed, job.cluster, role, index), "it runs, and is killed")
+            kill_when_up(job.cluster, role, index)
         job.join()
         assert job.coordinator.fetch(values) == list(range(functions))
         assert set(table.numpy().reshape(-1).tolist()) == {functions}
