@@ -69,7 +69,7 @@ def test_whatever_happens_to_servers_in_between() -> None:
 
 
 def test_those_that_are_given_up_leave_no_reply_behind(sharding_strategy: ParameterServerStrategy) -> None:
-    """Later requests get their own answers. What is too large for one message is not sent before it is waited for."""
+    """Later requests get their own answers. What is too large for one message is sent only when it is finished."""
     with sharding_strategy.scope():
         table = Variable(np.arange(80, dtype=np.float32).reshape(40, 2))
         dense = Variable(np.zeros(3, np.float32))

@@ -230,7 +230,7 @@ def width_of(spec: ps_pb2.VariableSpec, array: str) -> int:
 def row_items(spec: ps_pb2.VariableSpec) -> int:
     """Return into how many items, equally many in each array, a row is divided when its shard moves; 0 of a variable.
 
-    Pages of a shard are so many items, as of a variable so many elements: see `PAGE_ELEMENTS`.
+    Pages of a shard hold a number of items, as those of a variable do of elements: see `PAGE_ELEMENTS`.
     """
     return 4 * math.gcd(spec.table.dim, int(spec.shape[1])) if spec.HasField("table") else 0
 

@@ -132,7 +132,7 @@ def test_rows_that_are_dropped_stay_so_through_kills_and_moves(
 
 
 def cut(job: Job, shards: int, *tables: EmbeddingTable) -> list[int]:
-    """Cut tables into so many shards; return how many bytes were copied of each."""
+    """Cut tables into this number of shards; return how many bytes were copied of each."""
     cuts = tuple(ProposedCut(table.name, 0, 0.9, table.num_shards, shards, True) for table in tables)
     applied = job.strategy.apply(replace(job.strategy.plan("bytes"), moves=(), cuts=cuts))
     assert applied.left == ()

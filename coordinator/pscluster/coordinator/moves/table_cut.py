@@ -29,7 +29,7 @@ _ITEM_BYTES = 4  # all arrays of tables are of float32
 
 
 def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
-    """Return how many rows each of so many new shards will have, and how many bytes a row has in all arrays."""
+    """Return how many rows each new shard will have, and how many bytes a row has in all arrays."""
     rows, arrays = np.zeros(num_shards, np.int64), set[str]()
     for shard, server in enumerate(old.owners):
         of_shard, names = steps.count(server, shard, num_shards)
@@ -39,7 +39,7 @@ def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tup
 
 
 def partition_of_table(old: ps_pb2.VariableSpec, rows: Sequence[int]) -> Partition:
-    """Return the cut of a table into shards that will have so many rows."""
+    """Return the cut of a table into shards with these numbers of rows."""
     width, each = old.shape[1], max(rows_of_shard(old.table.capacity, len(rows)), *rows)
     return Partition((len(rows) * each, width), (tuple(each * (n + 1) for n in range(len(rows))), (width,)))
 

@@ -43,13 +43,13 @@ class RecutSteps:
         return reply.state, {key: frozenset(same.nth) for same in reply.named for key in same.keys}
 
     def count(self, server: int, shard: int, num_shards: int) -> tuple[list[int], list[str]]:
-        """Return how many rows of an old shard of a table each of so many new ones will have, and its arrays."""
+        """Return how many rows of an old shard of a table each new one will have, and its arrays."""
         request = self._about(action=ps_pb2.MoveRequest.COUNT, shard=shard, num_shards=num_shards)
         reply = self._once(server, request)
         return list(reply.rows), list(reply.state.arrays)
 
     def take(self, server: int, shard: int, array: str, first: int, rows: int, nbytes: int, updates: int) -> memoryview:
-        """Return rows of an array of an old shard of a table, as if the shard had had so many updates."""
+        """Return rows of an array of an old shard of a table, as if the shard had had this number of updates."""
         state = ps_pb2.ShardState(rows=rows, updates=updates)
         action = ps_pb2.MoveRequest.TAKE
         move = self._about(action=action, shard=shard, arrays=[array], start=first, state=state)

@@ -465,7 +465,7 @@ def _pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
 
 
 def in_items(array: Array, row_items: int) -> Any:
-    """Return an array of a table as opaque items, so many a row."""
+    """Return an array of a table as opaque items, the same number for each row."""
     return array.view(np.dtype((np.void, array.strides[0] // row_items))).reshape(-1)
 
 

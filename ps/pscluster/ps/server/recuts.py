@@ -279,7 +279,7 @@ def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_p
     same.CopyFrom(spec)
     same.id, same.name, same.evaluation, same.origin, same.placement = old.id, old.name, 0, old.origin, old.placement
     if old.HasField("table") and len(spec.shape) == len(old.shape):
-        same.shape[0] = old.shape[0]  # so many rows as fit into its shards
+        same.shape[0] = old.shape[0]  # as many rows as fit into its shards
     del same.splits[:], same.owners[:]
     same.splits.extend(old.splits)
     same.owners.extend(old.owners)

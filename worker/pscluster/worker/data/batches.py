@@ -13,7 +13,7 @@ class Batches:
     So the thread that reads hands a block over to the function once, not batch by batch.
 
     Args:
-        block: the examples, in their order, in memory that nobody else writes to.
+        block: the examples, in their order, in memory that nothing else writes to.
         size: of a batch; the last one may be smaller.
         stop: how many examples to take; those after them are left out.
     """

@@ -1,7 +1,7 @@
 """Threads that share work which holds no lock of Python's: one for each core, together with the one that asks.
 
-A piece of work is taken by whoever is free: by the thread that asks, too, so that it goes on if all others are busy
-with other work, and never waits for a piece that nobody has begun.
+A piece of work is taken by any thread that is free, also by the one that asks: so it goes on if all others are busy
+with other work, and never waits for a piece that no thread has begun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Work:
         self._over.acquire()
 
     def take_part(self) -> None:
-        """Do pieces until none is left that nobody has begun."""
+        """Do pieces until all have been begun."""
         while (nth := next(self._next)) < self._count:
             try:
                 self._run(nth)

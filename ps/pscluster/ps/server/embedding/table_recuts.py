@@ -37,7 +37,7 @@ _AT_ONCE = 1 << 18
 
 
 def counts_by_shard(held: HeldVariable, shard: Shard, num_shards: int) -> Ids:
-    """Return how many of a shard's rows are those of each new shard. ProtocolError if it can't be cut into so many."""
+    """Return how many of a shard's rows are those of each new shard. ProtocolError if there are too many of these."""
     if not held.spec.HasField("table") or not 0 < num_shards <= MAX_SHARDS:
         raise ProtocolError(f"a new cut of {held.spec.name!r} by id into {num_shards:,} shards")
     ids, counts = tails_of(np.asarray(shard.array, np.float32), held.spec.table.dim)[0], np.zeros(num_shards, np.int64)
