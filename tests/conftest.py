@@ -56,7 +56,7 @@ NUM_PS = 2
 NUM_WORKERS = 2
 
 # Threads that live as long as the process: the library's, those of gRPC, and the one that limits a test's time.
-_LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "(_poll_wrapper)", "pytest_timeout")
+_LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "devices", "(_poll_wrapper)", "pytest_timeout")
 
 
 _LONGEST = (
