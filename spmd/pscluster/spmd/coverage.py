@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import textwrap
 from typing import Any
 
@@ -13,6 +14,10 @@ from pscluster.spmd.gradients.rules import RULES
 from pscluster.spmd.gradients.tape import CONSTANT
 from pscluster.spmd.tensor import FUNCTIONS, LIKE
 from pscluster.worker.programs.operations import LATER_UFUNCS, UFUNCS
+
+for _name in ("char", "fft", "ma", "polynomial", "strings"):
+    # NumPy imports them when they are first used, and only then knows their functions.
+    importlib.import_module(f"numpy.{_name}")
 
 
 def name_of(function: Any) -> str:
