@@ -186,11 +186,10 @@ class _Ahead(Iterator[Any]):
             except (FunctionCancelled, Exception) as error:  # of the step that it is for
                 result.set_exception(error)
                 return _Next(element, fetched=result)
-            self._own_thread.took(time.perf_counter() - begin)
+            self._own_thread.took(time.perf_counter() - begin if begun.is_under_way else math.inf)
             if begun.is_under_way:
                 return _Next(element, sent=(rows, begun))
             begun.close()
-            self._own_thread.took(math.inf)
             self._overlap.submit_ahead(functools.partial(self._fetch, rows, result))
         else:
             self._overlap.submit_ahead(functools.partial(self._name_and_fetch, element, rows, result))
