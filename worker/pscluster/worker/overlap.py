@@ -176,11 +176,12 @@ class _Ahead(Iterator[Any]):
             self._overlap.first = None
             return _Next(element, fetched=first)
         result: Future[FetchedRows] = Future()
-        rows = FetchedRows()
+        rows, is_named = FetchedRows(), False
         if self._function.steps is None and self._own_thread.takes():
             begin = time.perf_counter()
             try:
                 with on_behalf_of(self._function):
+                    self._function.check()
                     self._name(element, rows)
                     begun = Begun(rows.fetching())
             except (FunctionCancelled, Exception) as error:  # of the step that it is for
@@ -190,32 +191,22 @@ class _Ahead(Iterator[Any]):
             if begun.is_under_way:
                 return _Next(element, sent=(rows, begun))
             begun.close()
-            self._overlap.submit_ahead(functools.partial(self._fetch, rows, result))
-        else:
-            self._overlap.submit_ahead(functools.partial(self._name_and_fetch, element, rows, result))
+            is_named = True
+        self._overlap.submit_ahead(functools.partial(self._fetch, element, rows, result, is_named=is_named))
         return _Next(element, fetched=result)
 
     def _name(self, element: Any, rows: FetchedRows) -> None:
         assert self._lookups is not None  # see __next__
-        self._function.check()
         # A synchronous step reads variables as of its own clock.
         rows.name(self._lookups(element), whole=self._function.steps is None)
 
-    def _name_and_fetch(self, element: Any, rows: FetchedRows, result: Future[FetchedRows]) -> None:
-        """Have the rows of an element named, and fetch them, on another thread."""
-        try:
-            with on_behalf_of(self._function):
-                self._name(element, rows)
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            self._fetch(rows, result)
-
-    def _fetch(self, rows: FetchedRows, result: Future[FetchedRows]) -> None:
-        """Fetch what was named, on another thread."""
+    def _fetch(self, element: Any, rows: FetchedRows, result: Future[FetchedRows], *, is_named: bool) -> None:
+        """Fetch the rows of an element, once they are named, on another thread."""
         try:
             with on_behalf_of(self._function):
                 self._function.check()
+                if not is_named:
+                    self._name(element, rows)
                 rows.fetch()
         except BaseException as error:
             result.set_exception(error)

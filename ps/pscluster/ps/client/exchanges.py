@@ -244,13 +244,7 @@ class Exchanges:
         def take(index: int, reply: ps_pb2.Reply, _: memoryview) -> None:
             finish(index, reply.update)
 
-        if large:
-            yield False
-            if small:
-                self.exchange("push", small, take, function)
-            self.on_each(large)
-        else:
-            yield from self.exchanging("push", small, take, function)
+        yield from self.exchanging("push", small, take, function, large)
         items = (item for request, _ in requests.values() for item in request.update.items)
         self.pushed += sum(item.value_bytes + bytes_by(item.rows) for item in items)
 
@@ -283,8 +277,15 @@ class Exchanges:
         requests: Mapping[int, Sequence[Buffer]],
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
+        large: Sequence[Callable[[], None]] = (),
     ) -> Phases[None]:
-        """Do what `exchange` does. The requests are under way once it has begun."""
+        """Do what `exchange` does, and this bulk work after it. Without any, all is under way once it has begun."""
+        if large:
+            yield False
+            if requests:
+                self.exchange(kind, requests, finish, function)
+            self.on_each(large)
+            return
         begun = self._send_all(requests)
         for session in begun.values():
             session.rest()

@@ -102,7 +102,7 @@ class OverlapQueue:
                 context.check()
                 begun = Begun(push())
         except BaseException as error:  # it is the function's
-            self._acknowledged_here(error)
+            self._acknowledged(error, here=True)
             return
         self._own_thread.took(time.perf_counter() - begin)
         with self._lock:
@@ -124,15 +124,7 @@ class OverlapQueue:
         with self._lock:
             sent = self._claimed(Sender.STEP)
         if sent is not None:
-            self._acknowledged_here(_error_of(sent))
-
-    def _acknowledged_here(self, error: BaseException | None) -> None:
-        """Note how the push that a step has sent has ended."""
-        with self._lock:
-            callbacks = self._callbacks(self._order.acknowledged(error))
-            if self._order.go_on():
-                self._run(self._send_all)
-        self._tell(callbacks)
+            self._acknowledged(_error_of(sent), here=True)
 
     def _pass_on(self) -> None:
         """Have a thread of the pool receive the acknowledgement that is unclaimed, if one is. Under the lock."""
@@ -165,13 +157,16 @@ class OverlapQueue:
                     run(phases())
             except BaseException as raised:  # it is the function's
                 error = raised
+            del push, phases
             self._acknowledged(error)
-            del push, phases, error
+            del error
 
-    def _acknowledged(self, error: BaseException | None) -> None:
-        """Note how the push that a thread of the pool has sent has ended."""
+    def _acknowledged(self, error: BaseException | None, *, here: bool = False) -> None:
+        """Note how the first push has ended, which a thread of the pool has sent or, if `here`, a step's own."""
         with self._lock:
             callbacks = self._callbacks(self._order.acknowledged(error))
+            if here and self._order.go_on():
+                self._run(self._send_all)
         self._tell(callbacks)
 
     def _callbacks(self, ended: list[Owner]) -> list[Callable[[], object]]:

@@ -178,15 +178,8 @@ class Reader:
         requests: Mapping[int, Sequence[Buffer]] = plan.requests
         if function is not None and function.steps is not None:
             requests = {server: (function.steps.after, *request) for server, request in requests.items()}
-        if not plan.large:
-            yield from self._exchanges.exchanging("pull", requests, finish, function)
-        else:
-            yield False
-            if requests:
-                self._exchanges.exchange("pull", requests, finish, function)
-            self._exchanges.on_each(
-                functools.partial(self._pull, server, reads, function) for server, reads in plan.large.items()
-            )
+        large = [functools.partial(self._pull, server, reads, function) for server, reads in plan.large.items()]
+        yield from self._exchanges.exchanging("pull", requests, finish, function, large)
         self._exchanges.pulled += plan.pulled
         self._exchanges.pushed += plan.pushed
 

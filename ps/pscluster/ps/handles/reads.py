@@ -83,8 +83,9 @@ def rows_and_variables(
     """
     if not (of := [*(table for table, _ in lookups), *variables]):
         return [], []
-    with one_client(of).gate:
-        return run(reading_rows_and_variables(lookups, variables))
+    client = one_client(of)
+    with client.gate:
+        return run(_rows_and_variables(client, lookups, variables))
 
 
 def reading_rows_and_variables(
