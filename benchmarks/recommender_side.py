@@ -32,20 +32,21 @@ from pscluster.coordinator import (
 def step_by_hand(strategy: Any, embeddings: list[Any], parameters: list[Any], adagrad: Any) -> Callable[[Any], None]:
     """A training step with these variables, whose module each worker makes once."""
     tables = len(embeddings)
-    modules: list[Dense] = []  # of this worker
+    modules: list[tuple[Dense, list[torch.nn.Parameter]]] = []  # of this worker
 
     def step(batch: Any) -> None:
-        torch.set_num_threads(1)
         ids, features, labels = batch
         if not modules:
-            modules.append(Dense(tables))
-        (dense,) = modules
+            torch.set_num_threads(1)
+            dense = Dense(tables)
+            modules.append((dense, list(dense.parameters())))
+        ((dense, own),) = modules
         looked_up = embedding_lookup(embeddings, ids)
-        for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
+        for parameter, value in zip(own, strategy.read(parameters), strict=True):
             parameter.data = torch.from_numpy(value)
         leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
         loss = loss_of(dense, features, leaves, labels)
-        gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *dense.parameters()])]
+        gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *own])]
         sparse = [IndexedSlices(*pair) for pair in zip(gradients, ids, strict=False)]
         adagrad.apply_gradients(zip([*sparse, *gradients[tables:]], [*embeddings, *parameters], strict=True))
 

@@ -43,3 +43,11 @@ class ShardUpdate:
     asynchronous: bool = False  # applied at once, also in a synchronous step
     encoding: Encoding | None = None  # None: it is sent as it is
     owned: bool = False  # nothing else has its arrays, so that they need no copy to be sent later
+
+    def own(self) -> None:
+        """Have arrays of its own from now on."""
+        if not self.owned:
+            self.values = memoryview(bytes(self.values))
+            if self.ids is not None:
+                self.ids = self.ids.copy()
+            self.owned = True

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from pscluster.core.context import FunctionContext, in_background
 from pscluster.core.errors import MisuseError, StaleError
@@ -72,23 +71,16 @@ class Updater:
             self._apply(updates, function)
 
     def _push(self, updates: Sequence[ShardUpdate], function: FunctionContext, overlap: StepOverlap) -> None:
-        """Begin to apply updates, with copies of the caller's arrays, which it may use again."""
+        """Begin to apply updates. They get copies of the caller's arrays, which it may use again."""
         if in_background():
             raise MisuseError("lookups must not change variables: it only names the rows that its step will read")
-        copies = [
-            update
-            if update.owned
-            else replace(
-                update,
-                values=memoryview(bytes(update.values)),
-                ids=None if update.ids is None else update.ids.copy(),
-            )
-            for update in updates
-        ]
+        nbytes = 0
+        for update in updates:
+            update.own()
+            nbytes += len(update.values) + (0 if update.ids is None else update.ids.nbytes)
         if overlap.fetched is not None:
             overlap.fetched.drop({update.item.variable for update in updates})
-        nbytes = sum(len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in copies)
-        overlap.push(lambda: self._applying(copies, function), nbytes)
+        overlap.push(lambda: self._applying(updates, function), nbytes)
 
     def _apply(self, updates: Sequence[ShardUpdate], function: FunctionContext | None) -> None:
         """Send updates, those with an encoding in that, until all servers have acknowledged."""

@@ -107,7 +107,8 @@ class RowPlan:
         Args:
             rows: for each table, of shape (ids, width), in one floating type above 2 bytes.
         """
-        return sum_rows(self._groups, rows[0] if len(rows) == 1 else np.concatenate(rows))
+        ends = np.searchsorted(self._groups.ids, _starts(self._partitions)[1:]) if len(rows) > 1 else ()
+        return sum_rows(self._groups, rows, (*map(int, ends), self.distinct))
 
 
 class _Threads(threading.local):

@@ -14,7 +14,9 @@ infinity follow IEEE arithmetic, without warnings: the caller refuses them befor
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -179,12 +181,41 @@ def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
     return groups.ids, _summed(groups, rows, summed_in)
 
 
-def sum_rows(groups: Groups, rows: Array) -> Array:
-    """Return the sum of the rows of each group, added in the order given; rows that need no sum are returned as is.
+def sum_rows(groups: Groups, rows: Sequence[Array], ends: Sequence[int]) -> Array:
+    """Return the sum of the rows of each group, added in the order given; an array that needs no sum is returned as is.
 
-    The rows, of shape (n, width), may be read-only and unaligned. The sums have their dtype.
+    Args:
+        groups: of all rows, counted from one array to the next.
+        rows: arrays of shape (n, width) and one dtype, which the sums have; they may be read-only and unaligned.
+        ends: of the groups of each array's rows, which no other array has: the first has groups 0..ends[0]-1.
     """
-    return rows if groups.order is None else _summed(groups, rows, rows.dtype)
+    order, starts = groups.order, groups.starts
+    more = 0 if order is None or starts is None else len(order) - len(starts)  # rows that are added to another one
+    if order is None or len(rows) == 1 or more > _FEW:
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return whole if order is None else _summed(groups, whole, whole.dtype)
+    result = np.empty((len(groups.ids), rows[0].shape[1]), rows[0].dtype)
+    if not result.size:
+        return result
+    firsts = order if starts is None else order[starts]
+    offsets = [0, *itertools.accumulate(map(len, rows))]
+    for array, offset, (begin, end) in zip(rows, offsets, itertools.pairwise((0, *ends)), strict=False):
+        if begin < end:
+            items = items_of(np.ascontiguousarray(array))
+            np.take(items, firsts[begin:end] - offset, out=items_of(result[begin:end]), mode=_IN_RANGE)
+    if more:
+        _add_later_rows(groups, rows, offsets, result)
+    return result
+
+
+def _add_later_rows(groups: Groups, rows: Sequence[Array], offsets: Sequence[int], sums: Array) -> None:
+    """Add to the first row of each group the others, in the order given."""
+    assert groups.counts is not None  # see `sum_rows`
+    with np.errstate(all="ignore"):
+        for group in np.flatnonzero(groups.counts > 1).tolist():
+            for position in groups.positions(group)[1:]:
+                array = bisect.bisect_right(offsets, position) - 1
+                np.add(sums[group], rows[array][position - offsets[array]], out=sums[group])
 
 
 def take_rows(rows: Array, positions: Ids) -> Array:
