@@ -34,7 +34,7 @@ from pscluster.coordinator.api import (
     Variable,
     replica_context,
 )
-from pscluster.coordinator.scheduling.questions import Question
+from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.core.context import current_function
 from pscluster.core.errors import UnavailableError

@@ -48,7 +48,7 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 from pscluster.coordinator.cli.health import is_healthy
 from pscluster.coordinator.local.environment import child_environ
 from pscluster.coordinator.observability import timeline
-from pscluster.coordinator.scheduling import connections
+from pscluster.coordinator.scheduling.connections import lifecycle
 from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
 from pscluster.core.ids import make_identity
 from pscluster.core.security import access
@@ -689,9 +689,9 @@ def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.Mo
     """A lost peer is dialled many times per second; why it is not trusted is checked only now and then."""
     make_certificates(tmp_path)
     looks, now = list[PeerAddress](), [100.0]
-    monkeypatch.setattr(connections, "why_untrusted", looks.append)
-    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    diagnosis = connections.TlsDiagnosis(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
+    monkeypatch.setattr(lifecycle, "why_untrusted", looks.append)
+    monkeypatch.setattr(lifecycle, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    diagnosis = lifecycle.TlsDiagnosis(PeerAddress("ps", 0, "127.0.0.1:1", Tls(tmp_path / "worker")))
     for now[0] in (100.0, 100.1, 104.9, 105.1, 105.2):
         asyncio.run(diagnosis.diagnose(UnavailableError("gone")))
     assert len(looks) == 2

@@ -299,7 +299,7 @@ def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[-2].endswith("frames inside pscluster]")
     assert "training.py" not in error.remote_traceback
 
-    namespace: dict[str, Any] = {"__name__": "pscluster.worker.runner"}
+    namespace: dict[str, Any] = {"__name__": "pscluster.worker.execution.runner"}
     exec("def run(function, *args):\n    function(*args)", namespace)
     for call, shown in ((lambda: None, ""), (decode, "decode")):
         with pytest.raises((TypeError, AttributeError)) as caught:

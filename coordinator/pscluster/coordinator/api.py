@@ -15,7 +15,7 @@ from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.serving import ServingTable, export_delta
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -60,9 +60,9 @@ from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
-from pscluster.worker.losses import compute_average_loss, scale_regularization_loss
 from pscluster.worker.per_worker_variable import PerWorkerVariable
 from pscluster.worker.strategy import ReduceOp
+from pscluster.worker.synchronous.losses import compute_average_loss, scale_regularization_loss
 
 __version__ = VERSION
 

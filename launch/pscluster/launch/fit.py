@@ -29,8 +29,8 @@ from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.coordinator.training.events import EventWriter

@@ -732,7 +732,7 @@ def test_the_timeout_is_for_the_whole_structure(
     values = [coordinator.schedule(double, args=(i,)) for i in range(3)]
     coordinator.join(TIMEOUT)
     clock = types.SimpleNamespace(monotonic=itertools.count(step=400).__next__)
-    monkeypatch.setattr("pscluster.coordinator.scheduling.waiting.time", clock)
+    monkeypatch.setattr("pscluster.coordinator.waiting.time", clock)
     late = coordinator.schedule(wait_for_file, args=(gate.path,))
     assert coordinator.fetch(values, timeout=1000) == [0, 2, 4], "what is ready is given, however late it is"
     with pytest.raises(errors.WaitTimeoutError, match="no result after 1000 s"):

@@ -20,17 +20,18 @@ from pscluster.coordinator import (
     RemoteValueStatus,
 )
 from pscluster.coordinator.job.context import open_jobs
-from pscluster.coordinator.scheduling import call as call_module
-from pscluster.coordinator.scheduling import connections, definitions_cache, loop, server_watch, worker_link
+from pscluster.coordinator.scheduling import definitions_cache, server_watch, worker_link
 from pscluster.coordinator.scheduling import dispatcher as dispatch
 from pscluster.coordinator.scheduling import state as dispatch_state
-from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.calls import call as call_module
+from pscluster.coordinator.scheduling.calls.call import Call, ResourceRecipe, placeholder
+from pscluster.coordinator.scheduling.connections import lifecycle, loop
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.decisions.scheduler import Scheduler
+from pscluster.coordinator.scheduling.decisions.tasks import RunLimits, Task
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.scheduler import Scheduler
-from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import RunLimits, Task
-from pscluster.coordinator.scheduling.waiting import Condition
+from pscluster.coordinator.waiting import Condition
 from pscluster.core.errors import (
     BusyError,
     FunctionError,
@@ -856,7 +857,7 @@ def test_a_refused_coordinator_does_not_end_anybodys_job(
 ) -> None:
     """Workers that the first coordinator has not taken yet would believe the second one that the job is over."""
     told: list[int] = []
-    real = connections.end_job
+    real = lifecycle.end_job
 
     async def end_job(peer: PeerAddress, job: int, *more: Any) -> None:
         told.append(job)

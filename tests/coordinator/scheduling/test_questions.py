@@ -25,12 +25,12 @@ from pscluster.coordinator import (
     experimental_get_current_worker_index,
 )
 from pscluster.coordinator.scheduling.answers import _MAX_UNSENT, Answers
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.questions import Answer, Question
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.questions import Answer, Question
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture

@@ -11,7 +11,7 @@ from tests.conftest import NUM_WORKERS, Gate, wait_for_file
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, RemoteValueStatus, Variable, errors
-from pscluster.coordinator.scheduling import scheduler
+from pscluster.coordinator.scheduling.decisions import scheduler
 
 
 @pytest.fixture

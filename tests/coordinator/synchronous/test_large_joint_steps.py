@@ -28,7 +28,7 @@ from pscluster.coordinator import (
     replica_context,
 )
 from pscluster.ps.client.joint_steps import MAX_SECONDS
-from pscluster.worker.steps import COSTLY_BYTES
+from pscluster.worker.synchronous.steps import COSTLY_BYTES
 
 REPLICAS = 3
 STEPS = 8

@@ -17,7 +17,7 @@ import pytest
 
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import TRAFFIC_HALF_LIFE, ServiceMetrics, VariableMetrics

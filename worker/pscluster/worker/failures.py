@@ -28,7 +28,7 @@ from pscluster.v1 import value_pb2, worker_pb2
 _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
-_RUNNER = ("pscluster.worker.runner", "pscluster.worker.function_calls")
+_RUNNER = ("pscluster.worker.execution.runner", "pscluster.worker.execution.function_calls")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."

@@ -23,9 +23,9 @@ from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.collectives import incoming
 from pscluster.worker.collectives.ways import Ways
+from pscluster.worker.execution.runner import Runner
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
-from pscluster.worker.runner import Runner
 from pscluster.worker.servers import ServerList
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS, Checkp
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.job.context import HasJob, open_jobs
 from pscluster.coordinator.job.terms import check_restored
-from pscluster.coordinator.scheduling.waiting import result_of, wait_for
+from pscluster.coordinator.waiting import result_of, wait_for
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError

@@ -23,7 +23,7 @@ from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.asker import Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
-from pscluster.coordinator.scheduling.loop import in_thread
+from pscluster.coordinator.scheduling.connections.loop import in_thread
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
 

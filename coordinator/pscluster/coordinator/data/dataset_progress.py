@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.data.file_lists import FileList
 from pscluster.coordinator.job.progress import POSITIONS, load, save
-from pscluster.coordinator.scheduling.waiting import result_of
+from pscluster.coordinator.waiting import result_of
 from pscluster.core.errors import CheckpointMisfitError, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle

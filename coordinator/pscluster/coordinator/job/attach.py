@@ -18,8 +18,8 @@ from pscluster.coordinator.job.terms import begin_term
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.moves.settle import settle_cuts, settle_moves
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.connections import loop
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core import checks

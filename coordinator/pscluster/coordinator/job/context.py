@@ -27,9 +27,9 @@ from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
-from pscluster.coordinator.scheduling import loop
+from pscluster.coordinator.scheduling.connections import loop
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment, unreachable
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.server_link import ServerAttachment, unreachable
 from pscluster.coordinator.scheduling.state import DispatchState, PartlyApplied
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver

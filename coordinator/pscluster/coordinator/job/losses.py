@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 from pscluster.coordinator.observability.events import EventLog
-from pscluster.coordinator.scheduling.waiting import Condition
+from pscluster.coordinator.waiting import Condition
 from pscluster.core.errors import PsClusterError
 from pscluster.ps.client.client import PsClient
 

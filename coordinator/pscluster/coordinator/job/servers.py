@@ -12,9 +12,9 @@ import time
 
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
-from pscluster.coordinator.scheduling import loop
-from pscluster.coordinator.scheduling.connections import end_job
-from pscluster.coordinator.scheduling.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.connections import loop
+from pscluster.coordinator.scheduling.connections.lifecycle import end_job
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
 from pscluster.core.errors import UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.channels import PeerAddress

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.core.metrics.registry import Histogram
 from pscluster.core.metrics.trace import MAX_FUNCTIONS
 

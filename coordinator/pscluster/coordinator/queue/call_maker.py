@@ -10,9 +10,9 @@ from pscluster.coordinator.data.dataset import DataPart
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.queue.arguments import check_no_part
 from pscluster.coordinator.queue.captured_functions import CapturedFunctions
-from pscluster.coordinator.scheduling.call import Call, placeholder
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import Owner, RemoteValue
+from pscluster.coordinator.scheduling.calls.call import Call, placeholder
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import Owner, RemoteValue
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of

@@ -12,11 +12,11 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset
 from pscluster.coordinator.queue.arguments import check_no_part
 from pscluster.coordinator.queue.gang_queue import GangQueue
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.initial_values import array_for
+from pscluster.coordinator.waiting import deadline_of, seconds_left
 from pscluster.core.checks import type_of
 from pscluster.core.functions.definitions import FunctionHandle, partial_of
 from pscluster.worker.data.per_replica import made_in_sync

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.queue.data_queue import DataQueue
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue
+from pscluster.coordinator.scheduling.decisions.tasks import RunLimits, Task
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.tasks import RunLimits, Task
-from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
+from pscluster.coordinator.waiting import deadline_of, seconds_left
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError

@@ -23,13 +23,13 @@ from pscluster.coordinator.queue.arguments import (
 from pscluster.coordinator.queue.call_maker import CallMaker, check_known
 from pscluster.coordinator.queue.captured_functions import CapturedFunctions
 from pscluster.coordinator.queue.worker_resources import WorkerResources
-from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue
+from pscluster.coordinator.scheduling.decisions.tasks import NO_LIMITS, RunLimits, Task
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
-from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.waiting import deadline_of, seconds_left
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import FunctionHandle

@@ -8,13 +8,13 @@ from typing import Any
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.queue.arguments import check_arguments, check_no_part, checked_limits
 from pscluster.coordinator.queue.function_queue import FunctionQueue
-from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.tasks import NO_LIMITS, RunLimits
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
-from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import own_values
 from pscluster.core import checks

@@ -10,7 +10,7 @@ from typing import Any
 from pscluster.coordinator.data.dataset_progress import DatasetResource
 from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.queue.captured_functions import CapturedFunctions
-from pscluster.coordinator.scheduling.call import ResourceRecipe
+from pscluster.coordinator.scheduling.calls.call import ResourceRecipe
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.errors import MisuseError

@@ -15,10 +15,10 @@ Questions without anything that answers, beyond MAX_QUESTIONS without an answer,
 answered with an error. What is kept of a question here is a number: the one who answers has the rest.
 
 What may be lost: a question with its connection, together with the attempt that asked; an answer likewise. An answer
-may arrive twice, and is then taken once: see `pscluster.worker.questions`. An answer that was given but not received
-when a worker is lost had no effect there, so the next attempt asks again: what answers must expect the same question
-from a higher attempt. A function that waits for an answer is running, and barriers wait for it: what answers must not
-wait for a barrier.
+may arrive twice, and is then taken once: see `pscluster.worker.execution.questions`. An answer that was given but not
+received when a worker is lost had no effect there, so the next attempt asks again: what answers must expect the same
+question from a higher attempt. A function that waits for an answer is running, and barriers wait for it: what answers
+must not wait for a barrier.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.questions import Answer, Question
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.questions import Answer, Question
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.limits import MAX_QUESTION_BYTES, MAX_QUESTIONS, one_line
 from pscluster.core.values import decode

@@ -6,11 +6,11 @@ import itertools
 
 import grpc
 
-from pscluster.coordinator.scheduling.call import ResourceRecipe
-from pscluster.coordinator.scheduling.function_errors import not_begun, unpreparable
+from pscluster.coordinator.scheduling.calls.call import ResourceRecipe
+from pscluster.coordinator.scheduling.calls.function_errors import not_begun, unpreparable
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.errors import MisuseError, PSUnavailableError
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
 from pscluster.v1 import worker_pb2

@@ -28,23 +28,23 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from pscluster.coordinator.scheduling.answers import Answers
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.connections import end_job
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.connections.lifecycle import end_job
+from pscluster.coordinator.scheduling.connections.loop import end_tasks
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
 from pscluster.coordinator.scheduling.gang_runs import GangRuns
-from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.loop import end_tasks
 from pscluster.coordinator.scheduling.outcomes import Outcomes
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
-from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.coordinator.scheduling.waiting import deadline_of
 from pscluster.coordinator.scheduling.waits import Waits
 from pscluster.coordinator.scheduling.worker_link import WorkerLink
+from pscluster.coordinator.waiting import deadline_of
 from pscluster.core.errors import CancelledError, MisuseError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.channels import PeerAddress

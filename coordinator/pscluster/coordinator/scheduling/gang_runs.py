@@ -13,15 +13,15 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
 
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
-from pscluster.coordinator.scheduling.function_errors import cancelled_error
-from pscluster.coordinator.scheduling.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.function_errors import cancelled_error
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValueStatus
+from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.overtime import Overtime
-from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)

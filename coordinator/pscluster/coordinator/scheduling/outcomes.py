@@ -8,19 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from pscluster.coordinator.scheduling.call import Call, step_of
-from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache, has_definition
-from pscluster.coordinator.scheduling.function_errors import (
+from pscluster.coordinator.scheduling.calls.call import Call, step_of
+from pscluster.coordinator.scheduling.calls.function_errors import (
     raised,
     says_data_unread,
     says_member_gone,
     says_server_lost,
     too_long,
 )
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.tasks import Ending, Task
+from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache, has_definition
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Ending, Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
 from pscluster.core.values.arrays import Buffer

@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.function_errors import too_long
-from pscluster.coordinator.scheduling.server_link import runs
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.function_errors import too_long
+from pscluster.coordinator.scheduling.connections.server_link import runs
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.tasks import Late, Task
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Late, Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import PsClusterError, PSUnavailableError
 

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
-from pscluster.coordinator.scheduling.server_link import ServerAttachment, runs
+from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment, runs
+from pscluster.coordinator.scheduling.connections.worker_connection import TELL_SECONDS, WorkerConnection
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.worker_connection import TELL_SECONDS, WorkerConnection
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.intervals import IntervalSet

@@ -15,16 +15,16 @@ from typing import Any
 
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
-from pscluster.coordinator.scheduling.function_errors import cancelled_error, says_data_unread
-from pscluster.coordinator.scheduling.loop import event_loop
-from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
-from pscluster.coordinator.scheduling.scheduler import Scheduler
-from pscluster.coordinator.scheduling.server_link import ServerAttachment
-from pscluster.coordinator.scheduling.tasks import State, Task
-from pscluster.coordinator.scheduling.waiting import Condition
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.calls.function_errors import cancelled_error, says_data_unread
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValueStatus
+from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
+from pscluster.coordinator.scheduling.connections.loop import event_loop
+from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.scheduler import Scheduler
+from pscluster.coordinator.scheduling.decisions.tasks import State, Task
+from pscluster.coordinator.waiting import Condition
 from pscluster.core.errors import FunctionError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.transport import Transport

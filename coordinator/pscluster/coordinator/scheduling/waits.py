@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pscluster.coordinator.scheduling.call import Call, with_dependents
-from pscluster.coordinator.scheduling.function_errors import cancelled_error
-from pscluster.coordinator.scheduling.loop import run
+from pscluster.coordinator.scheduling.calls.call import Call, with_dependents
+from pscluster.coordinator.scheduling.calls.function_errors import cancelled_error
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.connections.loop import run
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
+from pscluster.coordinator.waiting import deadline_of, seconds_left
 from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.notebook import current_cell
 

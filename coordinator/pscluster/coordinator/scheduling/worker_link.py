@@ -24,16 +24,27 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.scheduling.answers import Answers
-from pscluster.coordinator.scheduling.call import Call, fill_arguments, step_of
-from pscluster.coordinator.scheduling.connections import LOST_CONNECTION, TlsDiagnosis, seconds_to_redial, why_lost
+from pscluster.coordinator.scheduling.calls.call import Call, fill_arguments, step_of
+from pscluster.coordinator.scheduling.calls.function_errors import (
+    deadly,
+    not_begun,
+    told_of_part,
+    too_long,
+    unpreparable,
+)
+from pscluster.coordinator.scheduling.connections.lifecycle import (
+    LOST_CONNECTION,
+    TlsDiagnosis,
+    seconds_to_redial,
+    why_lost,
+)
+from pscluster.coordinator.scheduling.connections.loop import end_tasks
+from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
+from pscluster.coordinator.scheduling.decisions.tasks import Loss, Task
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
-from pscluster.coordinator.scheduling.function_errors import deadly, not_begun, told_of_part, too_long, unpreparable
-from pscluster.coordinator.scheduling.loop import end_tasks
 from pscluster.coordinator.scheduling.outcomes import Outcomes
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.coordinator.scheduling.tasks import Loss, Task
-from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.errors import FunctionError, MisuseError, PsClusterError, PSUnavailableError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.retry import until

@@ -29,7 +29,7 @@ from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console, progress_of_files
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.feed import DistributedFeed, PerWorkerFeed, Work
 from pscluster.coordinator.training.history import History

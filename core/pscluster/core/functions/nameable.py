@@ -59,7 +59,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "pscluster.torch.served": ("ServedModule",),
     "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
-    "pscluster.worker.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "pscluster.worker.synchronous.losses": ("compute_average_loss", "scale_regularization_loss"),
     "pscluster.worker.strategy": ("ReduceOp",),
 }
 """By module: functions and classes."""

@@ -25,8 +25,8 @@ from typing import Any
 from pscluster.coordinator.local.scaling import ScalableCluster
 from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.core.checks import type_of
 from pscluster.core.errors import ConfigurationError, FunctionError, PsClusterError, UnavailableError, WorkerLostError
 from pscluster.launch.elastic.requests import Requests

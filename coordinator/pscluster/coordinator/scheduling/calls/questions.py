@@ -14,8 +14,8 @@ from typing import Any
 
 from pscluster.core.errors import MisuseError
 from pscluster.v1 import worker_pb2
+from pscluster.worker.execution.questions import encoded
 from pscluster.worker.failures import failure_of
-from pscluster.worker.questions import encoded
 
 Answer = worker_pb2.AnswerRequest
 

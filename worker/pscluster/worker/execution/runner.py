@@ -46,15 +46,15 @@ from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS, Run
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.prefetch import Part
+from pscluster.worker.execution.function_calls import arguments_of, call_function, encode_result, without_stop
+from pscluster.worker.execution.outbox import Outbox, Send
+from pscluster.worker.execution.preparations import Preparations, failed_later
+from pscluster.worker.execution.questions import Questions
+from pscluster.worker.execution.request_reader import RequestReader
 from pscluster.worker.failures import failure_of
-from pscluster.worker.function_calls import arguments_of, call_function, encode_result, without_stop
 from pscluster.worker.function_metrics import SHORTEST_SECONDS
 from pscluster.worker.job import Job
-from pscluster.worker.outbox import Outbox, Send
-from pscluster.worker.preparations import Preparations, failed_later
-from pscluster.worker.questions import Questions
-from pscluster.worker.request_reader import RequestReader
-from pscluster.worker.steps import run_steps
+from pscluster.worker.synchronous.steps import run_steps
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from pscluster.coordinator.scheduling.waiting import Condition, Event, result_of, wait_for
+from pscluster.coordinator.waiting import Condition, Event, result_of, wait_for
 
 TIMEOUT = 60.0
 

@@ -13,8 +13,14 @@ from typing import Any
 
 import grpc
 
-from pscluster.coordinator.scheduling.connections import CALL_SECONDS, LOST_CONNECTION, AioChannel, repeat, why_lost
-from pscluster.coordinator.scheduling.loop import in_thread
+from pscluster.coordinator.scheduling.connections.lifecycle import (
+    CALL_SECONDS,
+    LOST_CONNECTION,
+    AioChannel,
+    repeat,
+    why_lost,
+)
+from pscluster.coordinator.scheduling.connections.loop import in_thread
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import UnavailableError, is_retryable
 from pscluster.core.fault_points import reach

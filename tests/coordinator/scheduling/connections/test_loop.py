@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pscluster.coordinator.scheduling.loop import in_thread, run
+from pscluster.coordinator.scheduling.connections.loop import in_thread, run
 
 
 def test_threads_of_blocking_calls_are_named_for_the_loop() -> None:
@@ -23,7 +23,7 @@ def test_blocking_calls_work_until_the_jobs_are_closed() -> None:
     """A worker may be about to be connected when the script ends; that is no failure of the coordinator."""
     program = """if True:
         import atexit
-        from pscluster.coordinator.scheduling.loop import in_thread, run
+        from pscluster.coordinator.scheduling.connections.loop import in_thread, run
         run(in_thread(len, "before"))
         atexit.register(lambda: print(run(in_thread(len, "at exit"))))
     """

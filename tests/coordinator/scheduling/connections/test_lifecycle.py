@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pscluster.coordinator.scheduling.connections import seconds_to_redial
+from pscluster.coordinator.scheduling.connections.lifecycle import seconds_to_redial
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])

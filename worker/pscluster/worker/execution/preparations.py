@@ -32,8 +32,8 @@ from pscluster.v1 import worker_pb2
 from pscluster.worker.data.look_ahead import LookAhead
 from pscluster.worker.data.per_worker import WorkerIterator
 from pscluster.worker.data.prefetch import Part
+from pscluster.worker.execution.function_calls import Arguments, arguments_of
 from pscluster.worker.failures import failure_of
-from pscluster.worker.function_calls import Arguments, arguments_of
 from pscluster.worker.job import Job
 from pscluster.worker.overlap import Overlap
 

@@ -28,17 +28,17 @@ from pscluster.core.values import encode_call
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
-from pscluster.worker import function_calls, outbox
-from pscluster.worker import runner as runner_module
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
+from pscluster.worker.execution import function_calls, outbox
+from pscluster.worker.execution import runner as runner_module
+from pscluster.worker.execution.request_reader import RequestReader
+from pscluster.worker.execution.runner import Outcome, Runner
 from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
-from pscluster.worker.request_reader import RequestReader
-from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry

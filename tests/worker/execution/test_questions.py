@@ -13,17 +13,26 @@ import grpc
 import pytest
 from tests.conftest import attached
 from tests.waiting import until
-from tests.worker.test_runner import TIMEOUT, StepsCall, Stream, begin_stream, kinds, make_job, make_role, step
+from tests.worker.execution.test_runner import (
+    TIMEOUT,
+    StepsCall,
+    Stream,
+    begin_stream,
+    kinds,
+    make_job,
+    make_role,
+    step,
+)
 
 from pscluster.core.context import FunctionContext, current_function, running
 from pscluster.core.errors import FunctionCancelled, MisuseError, ProtocolError, PsClusterError, StaleError
 from pscluster.core.limits import MAX_QUESTION_BYTES
 from pscluster.core.values import decode, encode
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
-from pscluster.worker import outbox
+from pscluster.worker.execution import outbox
+from pscluster.worker.execution.questions import Questions
+from pscluster.worker.execution.runner import Runner
 from pscluster.worker.failures import failure_of
-from pscluster.worker.questions import Questions
-from pscluster.worker.runner import Runner
 from pscluster.worker.service import WorkerService
 
 

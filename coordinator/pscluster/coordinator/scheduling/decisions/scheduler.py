@@ -66,9 +66,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from pscluster.coordinator.scheduling.assignments import Assignments
-from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.tasks import ENDED, Ending, Late, Loss, P, State, Task
+from pscluster.coordinator.scheduling.decisions.assignments import Assignments
+from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.tasks import ENDED, Ending, Late, Loss, P, State, Task
 
 STOP_SECONDS = 5.0
 """A task that was asked to stop, to be retried, has this long to reach a library call; then its worker is given up."""

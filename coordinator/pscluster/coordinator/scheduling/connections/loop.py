@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from pscluster.coordinator.scheduling.waiting import result_of
+from pscluster.coordinator.waiting import result_of
 
 T = TypeVar("T")
 

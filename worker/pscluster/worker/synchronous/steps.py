@@ -34,13 +34,13 @@ from pscluster.ps.client.joint_steps import MAX_SECONDS, JointSteps, StepAlone
 from pscluster.ps.client.reduction import agree
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
-from pscluster.worker.bounded_steps import run_bounded
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext
 from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
 from pscluster.worker.job import Job
-from pscluster.worker.step_iterators import StepIterators
 from pscluster.worker.step_results import NumberedResults
+from pscluster.worker.synchronous.bounded_steps import run_bounded
+from pscluster.worker.synchronous.step_iterators import StepIterators
 
 COSTLY_BYTES = 64 << 20
 """Of large gradients. From here on steps are taken together only if at least two fit between two commits."""

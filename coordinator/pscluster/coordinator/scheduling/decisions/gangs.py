@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from pscluster.coordinator.scheduling.tasks import ENDED, NO_LIMITS, P, RunLimits, State, Task, WorkerState
+from pscluster.coordinator.scheduling.decisions.tasks import ENDED, NO_LIMITS, P, RunLimits, State, Task, WorkerState
 
 
 class GangState(enum.Enum):

@@ -13,9 +13,18 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.conftest import search
 
 from pscluster import coordinator
-from pscluster.coordinator.scheduling.assignments import MAX_BATCH_BYTES
-from pscluster.coordinator.scheduling.scheduler import STOP_SECONDS, Scheduler
-from pscluster.coordinator.scheduling.tasks import MAX_WINDOW, Ending, Late, Loss, RunLimits, State, Task, WorkerState
+from pscluster.coordinator.scheduling.decisions.assignments import MAX_BATCH_BYTES
+from pscluster.coordinator.scheduling.decisions.scheduler import STOP_SECONDS, Scheduler
+from pscluster.coordinator.scheduling.decisions.tasks import (
+    MAX_WINDOW,
+    Ending,
+    Late,
+    Loss,
+    RunLimits,
+    State,
+    Task,
+    WorkerState,
+)
 
 WORKERS = 3
 MAX_ATTEMPTS = 3
@@ -854,7 +863,7 @@ def test_nothing_is_stolen_while_a_worker_is_asked() -> None:
     assert scheduler.steal_for(1) == (0, tasks[5:])
 
 
-_SCHEDULERS = tuple(f"scheduling/{name}.py" for name in ("scheduler", "assignments", "gangs", "tasks"))
+_SCHEDULERS = tuple(f"scheduling/decisions/{name}.py" for name in ("scheduler", "assignments", "gangs", "tasks"))
 
 
 def test_no_other_module_changes_what_it_knows_of_workers() -> None:

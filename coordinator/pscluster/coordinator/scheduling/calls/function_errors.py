@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import grpc
 
-from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.calls.call import Call
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.worker.test_runner import Stream, kinds, make_job, step
+from tests.worker.execution.test_runner import Stream, kinds, make_job, step
 
 from pscluster.coordinator.data.per_worker import PerWorkerIterator
 from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.worker.data.per_worker import WorkerIterator
+from pscluster.worker.execution.preparations import Preparations
 from pscluster.worker.overlap import logs_of_overlapped_steps
-from pscluster.worker.preparations import Preparations
 
 STEPS, FUNCTIONS = 3, 5
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import tenacity
 
-from pscluster.coordinator.scheduling.loop import in_thread
+from pscluster.coordinator.scheduling.connections.loop import in_thread
 from pscluster.core.errors import (
     AuthenticationError,
     ConfigurationError,

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pscluster.coordinator.data.dataset import DataPart
-from pscluster.coordinator.scheduling.questions import Question
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.calls.questions import Question
+from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue
+from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
 from pscluster.core.limits import MAX_DEPTH

@@ -10,9 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pscluster.coordinator.scheduling.gangs import Gangs
-from pscluster.coordinator.scheduling.task_queue import TaskQueue
-from pscluster.coordinator.scheduling.tasks import P, State, Task, WorkerState
+from pscluster.coordinator.scheduling.decisions.gangs import Gangs
+from pscluster.coordinator.scheduling.decisions.task_queue import TaskQueue
+from pscluster.coordinator.scheduling.decisions.tasks import P, State, Task, WorkerState
 
 MAX_BATCH_BYTES = 1 << 20
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic
 
-from pscluster.coordinator.scheduling.tasks import P, State, Task
+from pscluster.coordinator.scheduling.decisions.tasks import P, State, Task
 
 _DONE = State.DONE  # looking it up in the enum takes as long as the rest of `_end`
 

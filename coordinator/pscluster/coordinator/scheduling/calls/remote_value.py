@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pscluster.coordinator.scheduling.waiting import Event
+from pscluster.coordinator.waiting import Event
 from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
 from pscluster.core.notebook import current_cell
@@ -16,7 +16,7 @@ from pscluster.core.values.arrays import Buffer
 from pscluster.v1 import value_pb2
 
 if TYPE_CHECKING:
-    from pscluster.coordinator.scheduling.tasks import Task
+    from pscluster.coordinator.scheduling.decisions.tasks import Task
 
 
 class Owner(Protocol):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.conftest import search
 
-from pscluster.coordinator.scheduling.gangs import Gang, GangState
-from pscluster.coordinator.scheduling.scheduler import Scheduler
-from pscluster.coordinator.scheduling.tasks import Ending, Loss, RunLimits, State, Task
+from pscluster.coordinator.scheduling.decisions.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.decisions.scheduler import Scheduler
+from pscluster.coordinator.scheduling.decisions.tasks import Ending, Loss, RunLimits, State, Task
 
 WORKERS = 3
 _OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)

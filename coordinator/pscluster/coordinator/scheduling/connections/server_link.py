@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from pscluster.coordinator.observability.events import EventLog
-from pscluster.coordinator.scheduling.connections import (
+from pscluster.coordinator.scheduling.connections.lifecycle import (
     CALL_SECONDS,
     LOST_CONNECTION,
     AioChannel,

@@ -1,0 +1,1 @@
+"""Runs the functions that a coordinator sends, and returns their outcomes."""

@@ -1,0 +1,1 @@
+"""Steps that all replicas take together, as a worker runs them, and what they compute together."""
