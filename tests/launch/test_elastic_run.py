@@ -35,7 +35,7 @@ from pscluster.launch import (
     get_dataset_shard,
     report,
 )
-from pscluster.launch.run_folder import RunFolder
+from pscluster.launch.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 

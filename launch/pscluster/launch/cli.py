@@ -11,8 +11,8 @@ from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.sanitize import shown
 from pscluster.launch.config import DEFAULT_STORAGE
-from pscluster.launch.run_folder import RunFolder
-from pscluster.launch.run_folder import runs as runs_of
+from pscluster.launch.storage.run_folder import RunFolder
+from pscluster.launch.storage.run_folder import runs as runs_of
 
 
 @click.command("runs")

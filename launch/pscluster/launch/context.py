@@ -117,7 +117,7 @@ class Member:
             number = self.context.reports + 1
             files = None
             if checkpoint is not None and checkpoint.path and number > self.committed:
-                from pscluster.launch.run_folder import upload  # with fsspec, which takes a tenth of a second
+                from pscluster.launch.storage.uploads import upload  # with fsspec, which takes a tenth of a second
 
                 files = upload(
                     self.context.run_path,

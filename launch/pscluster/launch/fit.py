@@ -51,9 +51,9 @@ from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.logs import logs_of
 from pscluster.launch.rendezvous import Rendezvous, Serving, place_among
 from pscluster.launch.result import Result
-from pscluster.launch.run_folder import RunFolder
 from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
 from pscluster.launch.session import Action, Answer, Commit, Report, Session
+from pscluster.launch.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

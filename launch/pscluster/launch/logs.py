@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from pscluster.launch.run_folder import RunFolder
+from pscluster.launch.storage.run_folder import RunFolder
 
 _SECONDS = 0.2
 _READ_BYTES = 1 << 20

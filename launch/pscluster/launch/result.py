@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pscluster.launch.checkpoint import Checkpoint
-from pscluster.launch.run_folder import RunFolder
+from pscluster.launch.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

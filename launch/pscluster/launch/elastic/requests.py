@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from pscluster.core.errors import PsClusterError
-from pscluster.launch.run_folder import RunFolder
+from pscluster.launch.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

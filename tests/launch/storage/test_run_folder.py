@@ -16,8 +16,9 @@ import pytest
 
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.launch import Checkpoint, Result
-from pscluster.launch.run_folder import RunFolder, runs, upload
 from pscluster.launch.session import Report
+from pscluster.launch.storage.run_folder import RunFolder, runs
+from pscluster.launch.storage.uploads import upload
 
 
 def directory(folder: Path, text: str) -> Path:
@@ -81,9 +82,9 @@ SCRIPT = """
     import os, signal, sys
     from pathlib import Path
     from pscluster.core import fault_points
-    from pscluster.launch import run_folder
-    from pscluster.launch.run_folder import RunFolder
-    from tests.launch.test_run_folder import report_of
+    from pscluster.launch.storage import run_files
+    from pscluster.launch.storage.run_folder import RunFolder
+    from tests.launch.storage.test_run_folder import report_of
 
     storage, source, name, when = sys.argv[1:]
 
@@ -101,7 +102,7 @@ SCRIPT = """
     with RunFolder(storage, name).writing() as folder:
         report_of(folder, 1, Path(source))
         dies(os, "replace")
-        dies(run_folder, "_sync_folder")
+        dies(run_files, "sync_folder")
         report_of(folder, 2, Path(source))
         if when == "after all":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -111,7 +112,7 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("when", "committed"),
     [
-        ("before _sync_folder", 1),
+        ("before sync_folder", 1),
         ("before replace", 1),
         ("after replace", 2),
         ("after all", 2),
@@ -122,7 +123,7 @@ def test_a_report_is_there_as_a_whole_or_not_at_all(tmp_path: Path, when: str, c
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     storage = str(tmp_path / "runs")
     command = [sys.executable, str(tmp_path / "script.py"), storage, str(tmp_path / "source"), "run", when]
-    killed = subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."}, timeout=60)
+    killed = subprocess.run(command, cwd=Path(__file__).parents[3], env={**os.environ, "PYTHONPATH": "."}, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     read = RunFolder(storage, "run").read()
     assert (read.committed, read.run["state"]) == (committed, "interrupted")

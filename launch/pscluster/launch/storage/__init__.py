@@ -1,0 +1,1 @@
+"""What a run keeps: the files in its folder, on this machine or at a URL."""
