@@ -46,9 +46,9 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("Metric", "MetricLike", "Sum", "Mean", "Accuracy", "SparseCategoricalAccuracy", "MeanSquaredError"),
         *("Precision", "Recall", "AUC"),
     ),
-    "pscluster.ps.optim.rules": (
-        *("UpdateRule", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Ftrl", "Lion", "RMSprop"),
-    ),
+    "pscluster.ps.optim.ftrl": ("Ftrl",),
+    "pscluster.ps.optim.rule": ("UpdateRule",),
+    "pscluster.ps.optim.rules": ("SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop"),
     "pscluster.ps.optim.schedules": (
         *("LearningRateSchedule", "ExponentialDecay", "PiecewiseConstantDecay", "PolynomialDecay"),
         *("InverseTimeDecay", "CosineDecay", "CosineDecayRestarts", "WarmUp"),

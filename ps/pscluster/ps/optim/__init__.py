@@ -1,4 +1,4 @@
 """Optimizer update rules: pure functions on arrays.
 
-`rules` has the rules and the base class for custom ones; `kernels` applies them to shards and to rows.
+`rule` has the base class, `rules` and `ftrl` the rules; `kernels` applies them to shards and to rows.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.ps.optim.rules import Array
+from pscluster.ps.optim.rule import Array
 
 
 def items_of(table: Array) -> Array:

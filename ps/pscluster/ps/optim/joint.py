@@ -14,7 +14,7 @@ import numpy as np
 
 from pscluster.ps.optim.buffers import items_of, workspace
 from pscluster.ps.optim.kernels import Ids
-from pscluster.ps.optim.rules import Array, UpdateRule
+from pscluster.ps.optim.rule import Array, UpdateRule
 
 MAX_ELEMENTS = 128 << 10
 """The most elements of one run: more do not fit in a core's cache together with slots and scratch."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.buffers import items_of, workspace
-from pscluster.ps.optim.rules import Array, UpdateRule
+from pscluster.ps.optim.rule import Array, UpdateRule
 from pscluster.ps.row_ids import RowIds, are_strings, numbers_of
 
 DType = np.dtype[Any]

@@ -1,144 +1,58 @@
-"""The update rules: what one gradient does to a parameter and its slots, element by element.
-
-A rule is a frozen set of hyperparameters and three pure functions of it: which slots a parameter has, what
-depends only on the step, and the update of one block of elements. A rule knows nothing of shards, blocks, rows,
-locks or half-precision types: `kernels` cuts the work into blocks and takes care of the rest.
+"""The update rules that come with pscluster, and what one's own are made of. `rule` says what a rule is.
 
 Hyperparameters have Keras' names and defaults, and the formulas are Keras' unless a docstring says otherwise. In them
 t is the step, counted from 1; p the parameter, g its gradient, lr the learning rate; an arrow replaces the left side
 in place, and lines run from top to bottom. Weight decay is always decoupled, as in Keras: before the update,
 p <- p * (1 - lr * weight_decay). In torch `weight_decay` means that for AdamW only; its other optimizers add
 weight_decay * p to the gradient.
-
-Averages are computed as s + (x - s) * (1 - beta) where beta is large, not as beta * s + (1 - beta) * x: rounding
-beta = 0.999 to float32 would alone shift the limit of the second form by 1.3e-5 of its value.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from math import sqrt
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, Unpack
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from pscluster.core import checks
+from pscluster.ps.optim.ftrl import Ftrl
+from pscluster.ps.optim.rule import (
+    Array,
+    Buffers,
+    DecayingRule,
+    Scalars,
+    Slots,
+    UpdateRule,
+    hyperparameter,
+    move_average,
+)
 
-Array = npt.NDArray[Any]
-Scalars = tuple[float, ...]
-Slots = Mapping[str, Array]
-Buffers = Sequence[Array]
-
-# Keeps 0 / 0 from becoming NaN, and vanishes in any sum that is not itself close to 0. Normal in float32.
-_TINY = 1.2e-38
+__all__ = [
+    "RULES",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Array",
+    "Buffers",
+    "Ftrl",
+    "Lion",
+    "RMSprop",
+    "Scalars",
+    "Slots",
+    "UpdateRule",
+    "hyperparameter",
+]
 
 # Multiplied by this, all but the smallest subnormal numbers exceed a learning rate, or are infinite. Finite in float32.
 _HUGE = 3e38
 
 
-def hyperparameter(default: float, **limits: Unpack[checks.Limits]) -> float:
-    """Declare a hyperparameter of a rule: a field with its default, and the limits that `UpdateRule` checks."""
-    check = partial(checks.real, mend=f": the default is {default:g}", **limits)
-    declared: float = field(default=default, metadata=checks.checked(check))
-    return declared
-
-
 @dataclass(frozen=True)
-class UpdateRule(checks.Parameters, ABC):
-    """An update rule and its hyperparameters, which are the fields of the dataclass: floats and bools.
-
-    Write a custom rule as a frozen dataclass derived from this, with a `name`, `slots` and `apply`.
-    """
-
-    scratch: ClassVar[int] = 1  # the number of buffers that `apply` needs
-
-    learning_rate: float = hyperparameter(0.001, at_least=0)
-
-    @property
-    @abstractmethod
-    def slots(self) -> Mapping[str, float]:
-        """The slots of a parameter, each of its shape: name and initial value."""
-
-    def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the `step`-th gradient, counted from 1: constant unless overridden."""
-        del step
-        return self.learning_rate
-
-    def scalars(self, step: int) -> Scalars:
-        """Compute what depends only on the step, in float64: once per gradient, not per block.
-
-        Steps count from 1. Every gradient of a parameter counts; sparse ones count for every row.
-        """
-        if step < 1:
-            raise ValueError(f"step {step} is below 1: steps count from 1, the first gradient")
-        return (self.learning_rate_at(step),)
-
-    @abstractmethod
-    def apply(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
-        """Update one block of elements in place.
-
-        Args:
-            param: the block of the parameter, shape (n,), float32 or float64, contiguous.
-            grad: its gradient, shape (n,), of the same dtype. Do not write to it.
-            slots: by name, the same block of each slot, shape (n,), of the same dtype.
-            scalars: what `scalars` returned for this step.
-            scratch: `self.scratch` buffers, shape (n,), of the same dtype, with arbitrary content. Blocks fit
-                in the processor's cache, so write intermediate results to the buffers (`out=`): allocating an
-                array costs more than the arithmetic.
-        """
-
-    @classmethod
-    def from_spec(cls, numbers: Mapping[str, float], flags: Mapping[str, bool]) -> Self:
-        """Return the rule with these hyperparameters; the others have their defaults."""
-        return cls.made_of({**numbers, **flags})
-
-    def to_spec(self) -> tuple[dict[str, float], dict[str, bool]]:
-        """Return the hyperparameters as numbers and flags by name, for `from_spec`."""
-        values = self.values_by_name()
-        flags = {name: value for name, value in values.items() if isinstance(value, bool)}
-        return {name: value for name, value in values.items() if name not in flags}, flags
-
-
-@dataclass(frozen=True)
-class _Decaying(UpdateRule):
-    """Base of rules with decoupled weight decay. Their first scalar is the factor that the parameter decays by."""
-
-    _: KW_ONLY
-    weight_decay: float = hyperparameter(0.0, at_least=0)
-
-    def scalars(self, step: int) -> Scalars:
-        (rate,) = super().scalars(step)
-        return (1.0 - rate * self.weight_decay, rate)
-
-    def apply(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
-        if scalars[0] != 1.0:
-            np.multiply(param, scalars[0], out=param)
-        self._step(param, grad, slots, scalars, scratch)
-
-    @abstractmethod
-    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
-        """Update one block, which has decayed, in place; see `apply`."""
-
-
-def _average(slot: Array, value: Array, beta: float, scratch: Array) -> None:
-    """Set slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
-    if beta < 0.5:  # the slot follows the value closely: keep the digits of a value much smaller than the last
-        np.subtract(slot, value, out=slot)
-        np.multiply(slot, beta, out=slot)
-        np.add(slot, value, out=slot)
-    else:
-        np.subtract(value, slot, out=scratch)
-        np.multiply(scratch, 1.0 - beta, out=scratch)
-        np.add(slot, scratch, out=slot)
-
-
-@dataclass(frozen=True)
-class SGD(_Decaying):
+class SGD(DecayingRule):
     """Stochastic gradient descent, with momentum (Polyak 1964) or Nesterov's (1983; Sutskever et al. 2013).
 
         without momentum   p <- p - lr * g
@@ -186,7 +100,7 @@ class SGD(_Decaying):
 
 
 @dataclass(frozen=True)
-class Adam(_Decaying):
+class Adam(DecayingRule):
     """Adam (Kingma and Ba 2015, algorithm 1) and AMSGrad (Reddi, Kale and Kumar 2018).
 
         m <- beta_1 * m + (1 - beta_1) * g
@@ -222,9 +136,9 @@ class Adam(_Decaying):
         _, alpha, epsilon_t = scalars
         m, v = slots["m"], slots["v"]
         (t,) = scratch
-        _average(m, grad, self.beta_1, t)
+        move_average(m, grad, self.beta_1, t)
         np.multiply(grad, grad, out=t)
-        _average(v, t, self.beta_2, t)
+        move_average(v, t, self.beta_2, t)
         if self.amsgrad:
             np.maximum(slots["v_hat"], v, out=slots["v_hat"])
             v = slots["v_hat"]
@@ -253,7 +167,7 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
-class Adagrad(_Decaying):
+class Adagrad(DecayingRule):
     """Adagrad (Duchi, Hazan and Singer 2011), diagonal.
 
         accumulator <- accumulator + g^2
@@ -285,7 +199,7 @@ class Adagrad(_Decaying):
 
 
 @dataclass(frozen=True)
-class RMSprop(_Decaying):
+class RMSprop(DecayingRule):
     """RMSprop (Hinton 2012, lecture 6e), centered as in Graves (2013), with momentum.
 
         v <- rho * v + (1 - rho) * g^2
@@ -317,10 +231,10 @@ class RMSprop(_Decaying):
         v = slots["velocity"]
         (t,) = scratch
         np.multiply(grad, grad, out=t)
-        _average(v, t, self.rho, t)
+        move_average(v, t, self.rho, t)
         if self.centered:
             a = slots["average_gradient"]
-            _average(a, grad, self.rho, t)
+            move_average(a, grad, self.rho, t)
             np.multiply(a, a, out=t)
             np.subtract(v, t, out=t)
             np.maximum(t, 0.0, out=t)
@@ -340,107 +254,7 @@ class RMSprop(_Decaying):
 
 
 @dataclass(frozen=True)
-class Ftrl(_Decaying):
-    """FTRL-Proximal (McMahan et al. 2013, algorithm 1), with Keras' and TensorFlow's extensions.
-
-        k  = -learning_rate_power, l1, l2, s: the three regularization strengths below
-        n' = n + g^2
-        z <- z + g + 2 * s * p - (n'^k - n^k) / lr * p
-        n <- n'
-        p <- (clip(z, -l1, l1) - z) / (n^k / lr + beta / lr + 2 * l2)
-
-    Slots: n is "accumulator", z "linear". The fields' names are Keras': l1_regularization_strength,
-    l2_regularization_strength, l2_shrinkage_regularization_strength. As in Keras; the paper has k = 1/2, beta = 1,
-    l2 instead of 2 * l2, n = 0 initially and no shrinkage. torch has no Ftrl.
-
-    Each step computes p anew from z and n, so its initial value is soon forgotten, at once if the gradient is 0.
-    Weight decay therefore has little effect; use l2. The difference of powers is computed without subtracting
-    them, which would lose all its digits in float32 once n is large. Where n and the denominator are 0, so is z,
-    and p becomes 0 (NaN in Keras).
-    """
-
-    name: ClassVar[str] = "ftrl"
-    scratch: ClassVar[int] = 3
-
-    learning_rate: float = hyperparameter(0.001, above=0)
-    learning_rate_power: float = hyperparameter(-0.5, at_most=0)
-    initial_accumulator_value: float = hyperparameter(0.1, at_least=0)
-    l1_regularization_strength: float = hyperparameter(0.0, at_least=0)
-    l2_regularization_strength: float = hyperparameter(0.0, at_least=0)
-    l2_shrinkage_regularization_strength: float = hyperparameter(0.0, at_least=0)
-    beta: float = hyperparameter(0.0, at_least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.l2_shrinkage_regularization_strength and not (
-            self.initial_accumulator_value or self.l2_regularization_strength or self.beta
-        ):
-            raise ValueError(
-                "ftrl: l2_shrinkage_regularization_strength with initial_accumulator_value, "
-                "l2_regularization_strength and beta all 0 would divide by 0 before the first gradient: "
-                "make one of them positive"
-            )
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        return {"accumulator": self.initial_accumulator_value, "linear": 0.0}
-
-    def scalars(self, step: int) -> Scalars:
-        keep, rate = super().scalars(step)
-        if rate <= 0:
-            raise ValueError(f"ftrl: the learning rate at step {step} is {rate:g}; it must be above 0")
-        return (keep, 1.0 / rate, self.beta / rate + 2.0 * self.l2_regularization_strength)
-
-    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
-        _, per_rate, plain = scalars
-        n, z = slots["accumulator"], slots["linear"]
-        t, sigma, power = scratch
-        self._grow(n, grad, sigma, power, t)
-        np.multiply(sigma, per_rate, out=sigma)
-        np.multiply(sigma, param, out=sigma)
-        np.add(z, grad, out=z)
-        if self.l2_shrinkage_regularization_strength:
-            np.multiply(param, 2.0 * self.l2_shrinkage_regularization_strength, out=t)
-            np.add(z, t, out=z)
-        np.subtract(z, sigma, out=z)
-        np.multiply(power, per_rate, out=power)
-        np.add(power, plain + _TINY, out=power)
-        np.minimum(z, self.l1_regularization_strength, out=t)
-        np.maximum(t, -self.l1_regularization_strength, out=t)
-        np.subtract(t, z, out=t)
-        np.divide(t, power, out=param)
-
-    def _grow(self, n: Array, grad: Array, sigma: Array, power: Array, t: Array) -> None:
-        """Set n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
-        k = -self.learning_rate_power
-        np.multiply(grad, grad, out=sigma)
-        if k == 0.5:
-            # sqrt(n') - sqrt(n) = g^2 / (sqrt(n') + sqrt(n))
-            np.sqrt(n, out=t)
-            np.add(n, sigma, out=n)
-            np.sqrt(n, out=power)
-            np.add(t, power, out=t)
-            np.add(t, _TINY, out=t)
-            np.divide(sigma, t, out=sigma)
-            return
-        np.add(n, sigma, out=n)
-        np.power(n, k, out=power)
-        if k == 0.0:
-            sigma.fill(0.0)
-            return
-        # n'^k - n^k = -n'^k * expm1(k * log1p(-g^2 / n'))
-        np.add(n, _TINY, out=t)
-        np.divide(sigma, t, out=sigma)
-        np.negative(sigma, out=sigma)
-        np.log1p(sigma, out=sigma)
-        np.multiply(sigma, k, out=sigma)
-        np.expm1(sigma, out=sigma)
-        np.multiply(sigma, power, out=sigma)
-        np.negative(sigma, out=sigma)
-
-
-@dataclass(frozen=True)
-class Adadelta(_Decaying):
+class Adadelta(DecayingRule):
     """Adadelta (Zeiler 2012, algorithm 1).
 
         a <- rho * a + (1 - rho) * g^2
@@ -465,7 +279,7 @@ class Adadelta(_Decaying):
         a, b = slots["accumulated_grad"], slots["accumulated_delta_var"]
         t, d = scratch
         np.multiply(grad, grad, out=t)
-        _average(a, t, self.rho, t)
+        move_average(a, t, self.rho, t)
         # A single root of the quotient would save a pass, but overflows in float32 where a is close to 0.
         np.add(b, self.epsilon, out=d)
         np.sqrt(d, out=d)
@@ -474,13 +288,13 @@ class Adadelta(_Decaying):
         np.divide(d, t, out=d)
         np.multiply(d, grad, out=d)
         np.multiply(d, d, out=t)
-        _average(b, t, self.rho, t)
+        move_average(b, t, self.rho, t)
         np.multiply(d, rate, out=d)
         np.subtract(param, d, out=param)
 
 
 @dataclass(frozen=True)
-class Lion(_Decaying):
+class Lion(DecayingRule):
     """Lion (Chen et al. 2023, algorithm 2).
 
         p <- p - lr * sign(beta_1 * m + (1 - beta_1) * g)
@@ -509,7 +323,7 @@ class Lion(_Decaying):
         np.minimum(t, rate, out=t)
         np.maximum(t, -rate, out=t)
         np.subtract(param, t, out=param)
-        _average(m, grad, self.beta_2, t)
+        move_average(m, grad, self.beta_2, t)
 
 
 RULES: Mapping[str, type[UpdateRule]] = MappingProxyType(

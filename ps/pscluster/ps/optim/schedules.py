@@ -57,7 +57,7 @@ class LearningRateSchedule(Parameters, ABC):
     """A learning rate for every step; its parameters are the fields of the dataclass.
 
     These are the `SCHEDULES`. For another formula, set the rate between steps, or write a custom rule
-    (`rules.UpdateRule.learning_rate_at`).
+    (`rule.UpdateRule.learning_rate_at`).
     """
 
     def __call__(self, step: int) -> float:

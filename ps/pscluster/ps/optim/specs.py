@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.ps.optim.rules import UpdateRule
+from pscluster.ps.optim.rule import UpdateRule
 from pscluster.ps.optim.schedules import from_spec
 from pscluster.v1 import ps_pb2
 
