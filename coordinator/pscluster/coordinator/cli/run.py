@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pscluster.coordinator.local.environment import child_environ
-from pscluster.coordinator.local.launcher import LAUNCHER_VARIABLE, ReportPipe
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
+from pscluster.coordinator.local.monitor import ClusterError
 from pscluster.coordinator.local.processes import block_until_dead
-from pscluster.coordinator.local.supervised import ClusterError
+from pscluster.coordinator.local.reports import LAUNCHER_VARIABLE, ReportPipe
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 from pscluster.core.role.options import METRICS_PORT_VARIABLE

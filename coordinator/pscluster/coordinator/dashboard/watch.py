@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
-from pscluster.coordinator.local.launcher import InheritedReports
+from pscluster.coordinator.local.reports import InheritedReports
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.asker import Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series

@@ -23,7 +23,7 @@ from pscluster.coordinator.job.cuts import Cuts
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
 from pscluster.coordinator.job.server_places import WaitingServers
-from pscluster.coordinator.local.supervised import ClusterError
+from pscluster.coordinator.local.monitor import ClusterError
 from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics

@@ -22,10 +22,10 @@ from typing import Self
 from pscluster.coordinator.local import supervised
 from pscluster.coordinator.local.addresses import Addresses, choose_transport
 from pscluster.coordinator.local.environment import TaskEnv, child_environ, role_environ, task_environ
-from pscluster.coordinator.local.launcher import Report
+from pscluster.coordinator.local.monitor import ClusterError, logger
 from pscluster.coordinator.local.processes import Processes
+from pscluster.coordinator.local.reports import Report
 from pscluster.coordinator.local.scaling import ScalableCluster
-from pscluster.coordinator.local.supervised import ClusterError, logger
 from pscluster.coordinator.local.supervisor import Added, RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks

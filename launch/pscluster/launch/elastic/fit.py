@@ -22,8 +22,8 @@ import queue
 import time
 from typing import Any
 
+from pscluster.coordinator.local.monitor import ClusterError
 from pscluster.coordinator.local.scaling import ScalableCluster
-from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pscluster.coordinator.local.supervised import logger
+from pscluster.coordinator.local.monitor import logger
 from pscluster.coordinator.local.supervisor import Event, Exited, Started, StartFailed, TaskKey, task_name
 from pscluster.launch.ray.connection import RayClusterError, import_ray, reason
 

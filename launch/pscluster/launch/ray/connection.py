@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pscluster.coordinator.local.supervised import ClusterError
+from pscluster.coordinator.local.monitor import ClusterError
 from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.limits import one_line
