@@ -243,7 +243,7 @@ def test_the_first_cell_runs_again(notebook: Notebook) -> None:
     """A new cluster takes the place of the one that the same cell has started; so does a strategy, on its own."""
     old = notebook.pids()
     told = notebook.run(START)
-    assert "the cluster that this cell has started before is stopped" in told.text
+    assert "stopping the cluster that this cell started before" in told.text
     assert "still running" not in told.text
     assert all(map(is_gone, old))
     assert len(notebook.pids()) == 3

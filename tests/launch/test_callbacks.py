@@ -80,7 +80,7 @@ def test_what_is_wrong(tmp_path: Path) -> None:
         ReportCheckpoint(checkpoint_freq=-1)
     with pytest.raises(TypeError, match="metrics is the string 'loss': give a list of names"):
         ReportCheckpoint("loss")
-    with pytest.raises(TrainingFailedError, match="is to report 'accuracy', but the logs have loss, other"):
+    with pytest.raises(TrainingFailedError, match="can't report 'accuracy': the logs have loss, other"):
         fit(tmp_path, "wrong", 1, metrics=["accuracy"])
     with pytest.raises(MisuseError, match=r"report\(\) is for the function that Trainer.fit\(\) runs"):
         ReportCheckpoint(checkpoint_freq=0).on_epoch_end(0, {"loss": 1.0})

@@ -361,7 +361,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.MisuseError, match="the run has 2 workers throughout"):
         fixed.scale(3)
     trainer = Trainer(print, scaling=ScalingConfig(workers=(2, 3)), run=RunConfig("none", str(tmp_path)))
-    with pytest.raises(errors.MisuseError, match=r"fit\(\) does not run now"):
+    with pytest.raises(errors.MisuseError, match=r"fit\(\) is not running"):
         trainer.scale(3)
     with pytest.raises(ValueError, match="workers is 4"):
         trainer.scale(4)

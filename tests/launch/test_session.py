@@ -148,7 +148,7 @@ def test_what_was_broadcast_is_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
     (answer,) = session.meet(1, 2, (1, 0), "lost", 0.0, nbytes=0)
     assert isinstance(answer, Answer)
     assert isinstance(answer.error, MisuseError)
-    assert "rank 0 is behind this broadcast, and has given no value here" in str(answer.error)
+    assert "rank 0 is already past this broadcast, and gave no value for it" in str(answer.error)
     assert session.meet(1, 2, (1, 1), "kept", 0.0, nbytes=0) == [Answer("kept", 1)]
 
 

@@ -70,7 +70,7 @@ def test_what_slurm_says_of_a_job(text: str, final: bool, code: int) -> None:
     """Its end, and the exit code that `--wait` ends with."""
     state = JobState.parse(text)
     assert (state.is_final, state.exit_code) == (final, code)
-    with pytest.raises(SlurmError, match="says nothing of a job"):
+    with pytest.raises(SlurmError, match="does not describe a job"):
         JobState.parse("slurm is down")
 
 

@@ -298,7 +298,7 @@ def test_what_is_asked_for(run: Run, tmp_path: Path) -> None:
     assert "variables ['2', '300', '1', None]" in script.log
     for line in ("module 42", "killed True True", "restarted True", "where it was True"):
         assert line in script.log, script.log[-5000:]
-    with pytest.raises(RayClusterError, match=r"no Ray cluster to be had at the address '127\.0\.0\.1:1': .* refused"):
+    with pytest.raises(RayClusterError, match=r"no Ray cluster at the address '127\.0\.0\.1:1': .* refused"):
         RayCluster(address="127.0.0.1:1").start()
     with pytest.raises(ConfigurationError, match="run the script on a node of the Ray cluster"):
         RayCluster(address="ray://127.0.0.1:1").start()

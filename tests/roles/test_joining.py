@@ -246,7 +246,7 @@ def test_another_index_under_the_next_coordinator(tmp_path: Path) -> None:
         named = roles.worker()
         script = COUNTING.replace("assert count.numpy()[0] == scheduled", "assert count.numpy()[0] >= scheduled")
         coordinator = roles.coordinator(script, str(tmp_path))
-        worker.wait_for("another worker has index 0 by now; going on as worker 1")
+        worker.wait_for("another worker now has index 0; continuing as worker 1")
         roles.until_runs(1, worker)
         roles.until_runs(0, named)
         roles.end(coordinator)
@@ -266,8 +266,8 @@ def test_bad_options() -> None:
         (["worker", "--join", "unix:/tmp/x/chief"], {}, "needs one of its own: give --bind unix:PATH"),
         (["worker", "--join", "c:1"], {}, "refusing to listen on 0.0.0.0:"),
         (["worker", "--join", "c:1", "--bind", "192.0.2.1:0"], {}, "can't listen on 192.0.2.1"),
-        (["coordinator", "--max-workers", "0", "x.py"], {}, "the most workers are '0'; give a number from 1"),
-        (["coordinator", "x.py"], {"PSCLUSTER_MAX_WORKERS": "many"}, "the most workers are 'many'"),
+        (["coordinator", "--max-workers", "0", "x.py"], {}, "the maximum number of workers is '0'; give one from 1"),
+        (["coordinator", "x.py"], {"PSCLUSTER_MAX_WORKERS": "many"}, "the maximum number of workers is 'many'"),
     ]
     for (_, _, sentence), (code, said) in zip(
         cases, run_all([(arguments, {"TF_CONFIG": "{}", **env}) for arguments, env, _ in cases]), strict=True

@@ -210,8 +210,12 @@ def test_a_number_of_servers_that_does_not_fit(tmp_path: Path) -> None:
     )
     listed, alone = make_cluster(ps=2, workers=1), {"chief": ["127.0.0.1:2222"]}
     for arguments, config, sentence in (
-        (["--num-ps", "3"], tf_config(listed, "chief"), "the parameter servers are 3 .* cluster.ps lists 2: leave one"),
-        (["--num-ps", "0"], tf_config(alone, "chief"), "the parameter servers are '0'; give a number from 1"),
+        (
+            ["--num-ps", "3"],
+            tf_config(listed, "chief"),
+            "the number of parameter servers is 3 .* cluster.ps lists 2: leave one",
+        ),
+        (["--num-ps", "0"], tf_config(alone, "chief"), "the number of parameter servers is '0'; give one from 1"),
         (["--num-ps", "2"], json.dumps({"cluster": {"worker": ["127.0.0.1:2222"]}}), "has no address for that"),
         (["--max-workers", "4"], tf_config(alone, "chief"), "a strategy needs at least one ps"),
     ):

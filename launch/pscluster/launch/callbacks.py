@@ -107,7 +107,7 @@ class ReportCheckpoint(Callback):
         if self._metrics is None:
             return dict(logs)
         if missing := [name for name in self._metrics.values() if name not in logs]:
-            raise MisuseError(f"ReportCheckpoint is to report {missing[0]!r}, but the logs have {', '.join(logs)}")
+            raise MisuseError(f"ReportCheckpoint can't report {missing[0]!r}: the logs have {', '.join(logs)}")
         return {name: logs[logged] for name, logged in self._metrics.items()}
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Checkpoint:
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Return a checkpoint of a directory on this machine. CheckpointError if there is none."""
         if not Path(path).is_dir():
-            raise CheckpointError(f"{os.fspath(path)} is no directory: write the checkpoint's files into one first")
+            raise CheckpointError(f"{os.fspath(path)} is not a directory: write the checkpoint's files into one first")
         return cls(os.path.abspath(path))
 
     @classmethod

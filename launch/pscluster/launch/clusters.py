@@ -36,5 +36,7 @@ class Clusters:
         with self._lock:
             cluster = self._cluster
         if cluster is None:
-            raise MisuseError("fit() does not run now: give ScalingConfig(workers=) the number, or call this meanwhile")
+            raise MisuseError(
+                "fit() is not running: give ScalingConfig(workers=) the number, or call this while it runs"
+            )
         cluster.scale(workers, timeout=timeout)

@@ -220,7 +220,7 @@ class Session:
 
     def _no_value(self) -> PsClusterError:
         return MisuseError(
-            "rank 0 is behind this broadcast, and has given no value here: after a restart, broadcast before "
+            "rank 0 is already past this broadcast, and gave no value for it: after a restart, broadcast before "
             f"get_checkpoint(), or give FailureConfig(restart='group'). The last {KEPT_BYTES >> 20} MiB are kept"
         )
 

@@ -70,7 +70,7 @@ def test_saved_and_restored(strategy: ParameterServerStrategy, tmp_path: Path) -
     assert states([loaded[layer.name] for layer in layers]) == saved
     assert loaded["words"](["b"]).tolist() == layers[0](["b"]).tolist()
     other = [features.StringLookup(name="words")]
-    with pytest.raises(errors.CheckpointMisfitError, match="has a layer 'words' that is another one: StringLookup"):
+    with pytest.raises(errors.CheckpointMisfitError, match="has a layer 'words' that is a different one: StringLookup"):
         Checkpoint(strategy, features=other).read(path)
     missing = [features.StringLookup(name="more")]
     with pytest.raises(errors.CheckpointMisfitError, match="has no layer 'more': give partial=True to leave it"):

@@ -175,7 +175,7 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
     assert [batch["x"].tolist() for batch in columns] == [[0, 1, 2], [3]]
     files = distribute(sorted(tmp_path.glob("*.txt")), reader=lines)
     assert gathered(files) == ["0a", "0b", "1a", "1b", "2a", "2b"]
-    with pytest.raises(TypeError, match="how many examples are in the files is known only to their reader"):
+    with pytest.raises(TypeError, match="the number of examples in the files is known only to their reader"):
         len(files)
 
     def endless(path: Path) -> Iterator[str]:

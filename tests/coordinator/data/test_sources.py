@@ -93,7 +93,7 @@ def test_each_row_once_an_epoch(
         assert len(data) == len(list(data.local()))
         assert coordinator.distribute_dataset(KINDS[kind](folder)).batch(64, drop_remainder=True).examples % 64 == 0
     else:
-        with pytest.raises(TypeError, match="how many examples are in the files is known only when they are read"):
+        with pytest.raises(TypeError, match="the number of examples in the files is known only when they are read"):
             len(data)
 
 

@@ -182,12 +182,12 @@ def test_where_a_worker_may_be() -> None:
     for host in ("10.1.2.3", "127.0.0.1", "169.254.169.254", "::1"):
         with pytest.raises(RefusedError, match=f"advertises {host}, but calls from 192.0.2.7"):
             place_of(register(host), "ipv4:192.0.2.7:40000", own)
-    with pytest.raises(RefusedError, match="which is no IP address"):
+    with pytest.raises(RefusedError, match="which is not an IP address"):
         place_of(register("example.com"), "ipv4:192.0.2.7:40000", own, ranges)
     for port in (0, 70000):
         with pytest.raises(ProtocolError, match="the worker's address"):
             place_of(register(port=port), "ipv4:192.0.2.7:40000", own)
-    with pytest.raises(ConfigurationError, match="is no network"):
+    with pytest.raises(ConfigurationError, match="is not a network"):
         parse_ranges(["10.0.0.1/8"])
 
 
@@ -271,7 +271,7 @@ def test_who_may_register() -> None:
     with pytest.raises(RefusedError, match=r"refusing to talk to worker 0 at 192\.0\.2\.7:2222 in plain text"):
         registration(job, token="x" * 40).register(valid(), Call())  # type: ignore[arg-type]
     service._limit._left["192.0.2.7"] = 0.0, time.monotonic() + 3600
-    with pytest.raises(UnavailableError, match="too many registrations from there"):
+    with pytest.raises(UnavailableError, match="too many registrations from this address"):
         service.register(valid(), Call())  # type: ignore[arg-type]
 
 

@@ -139,7 +139,7 @@ def test_deltas_of_strings_are_checked(made: Made, tmp_path: Path) -> None:
         (first, b"\xff" + first[1:], "is not UTF-8"),
         (first, b"\0" + first[1:], "has a NUL"),
         (b'\\"id_bytes\\": 64', b'\\"id_bytes\\": 63', "ids of 63 bytes"),
-        (b'\\"id_bytes\\": 64', b'\\"id_bytes\\": 32', "no delta that can be read"),
+        (b'\\"id_bytes\\": 64', b'\\"id_bytes\\": 32', "not a readable delta"),
         (b'\\"any_ids\\": true', b'\\"any_ids\\": null', "ids of 64 bytes"),
     ):
         assert before in whole

@@ -828,7 +828,7 @@ def test_classes_of_records_are_found_by_definition_or_name(module: Any) -> None
         imported_class("", "users_module", "Cell")
     with pytest.raises(ProtocolError, match="can't be imported"):
         resolver("", "no_such_module", "Cell")
-    with pytest.raises(ProtocolError, match="which this worker was not told of"):
+    with pytest.raises(ProtocolError, match="which was not defined on this worker"):
         resolver("", "__main__", "NoSuchClass")
     with pytest.raises(ProtocolError, match="not a class"):
         record_resolver(lambda digest: len)("digest", "m", "q")

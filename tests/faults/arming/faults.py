@@ -147,7 +147,7 @@ class Faults:
         self._file_is: tuple[int, int] | None = None
         self._of_file: list[Fault] = []
         if self._folder is not None and not self._folder.is_dir():
-            raise ConfigurationError(f"PSCLUSTER_FAULTS_DIR is {folder!r}, which is no directory: make it first")
+            raise ConfigurationError(f"PSCLUSTER_FAULTS_DIR is {folder!r}, which is not a directory: make it first")
 
     def _all(self) -> list[Fault]:
         """All faults; call under the lock."""

@@ -156,9 +156,9 @@ def test_storages_that_can_not_be_used(tmp_path: Path) -> None:
         RunFolder("nosuch://bucket", "run")
     with pytest.raises(CheckpointError, match=f"there is no run in {tmp_path}/none"):
         Result.load(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="is no directory: give report"):
+    with pytest.raises(CheckpointError, match="is not a directory: give report"):
         upload(str(tmp_path), 1, 0, 1, tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="is no directory: write the checkpoint's files into one first"):
+    with pytest.raises(CheckpointError, match="is not a directory: write the checkpoint's files into one first"):
         Checkpoint.from_directory(tmp_path / "gone")
 
 

@@ -96,8 +96,8 @@ def read_layers(path: str, index: Index, wanted: Iterable[Layer], *, partial: bo
         own = type(layer).__name__, json.dumps(layer.get_config(), sort_keys=True)
         if own != (saved.kind, saved.config):
             raise CheckpointMisfitError(
-                f"{path} has a layer {layer.name!r} that is another one: {saved.kind} with {saved.config}; this job's "
-                f"is {own[0]} with {own[1]}"
+                f"{path} has a layer {layer.name!r} that is a different one: {saved.kind} with {saved.config}; this "
+                f"job's is {own[0]} with {own[1]}"
             )
         states[layer.name] = _made(path, layer.name, saved).get_state()
     return states

@@ -194,7 +194,7 @@ def status_command(watch: bool, every: float, as_json: bool, **credentials: Any)
     type=click.Choice(["load", "bytes"]),
     default="load",
     show_default=True,
-    help="What servers should have about the same of: bytes read and updated lately, or bytes held.",
+    help="What to balance between the servers: bytes recently read and updated, or bytes held.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object, on one line.")
 def plan_command(by: Measure, as_json: bool, **credentials: Any) -> None:

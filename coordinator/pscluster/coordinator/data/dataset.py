@@ -369,7 +369,7 @@ class DistributedDataset(StaysHere):
             return None
         if (sizes := source.sizes) is None:
             where = "known only to their reader" if isinstance(source, Files) else "known only when they are read"
-            raise TypeError(f"{purpose}: how many examples are in the files is {where}")
+            raise TypeError(f"{purpose}: the number of examples in the files is {where}")
         if (window := self._pipeline.window) > 1:  # other epochs may put others together
             sizes = np.add.reduceat(sizes[self._pipeline.block_order(0)], np.arange(0, len(sizes), window))
         return sizes

@@ -280,14 +280,14 @@ def _with_servers(spec: ClusterSpec, count: int, *, may_register: bool) -> Clust
     """Return the cluster with so many parameter servers, which register. ConfigurationError if it has other ones."""
     if (listed := spec.num_tasks("ps") if "ps" in spec.jobs else 0) not in (0, count):
         raise ConfigurationError(
-            f"the parameter servers are {count} (--num-ps or {NUM_PS_VARIABLE}), but {spec.source}: cluster.ps lists "
-            f"{listed}: leave one of them out"
+            f"the number of parameter servers is {count} (--num-ps or {NUM_PS_VARIABLE}), but {spec.source}: "
+            f"cluster.ps lists {listed}: leave one of them out"
         )
     if listed:
         return spec
     if not may_register:
         raise ConfigurationError(
-            f"--num-ps or {NUM_PS_VARIABLE} is given, so {count} parameter servers are to register, but the "
+            f"--num-ps or {NUM_PS_VARIABLE} is given, so {count} parameter servers will register, but the "
             "coordinator has no address for that: give it one in TF_CONFIG, as the task chief"
         )
     servers = [unregistered("ps", index) for index in range(count)]

@@ -75,7 +75,7 @@ def parse_ranges(texts: Sequence[str]) -> list[Network]:
             networks.append(ipaddress.ip_network(text))
         except ValueError as error:
             raise ConfigurationError(
-                f"--worker-range {text!r} is no network ({error}); give one such as 10.0.0.0/8"
+                f"--worker-range {text!r} is not a network ({error}); give one such as 10.0.0.0/8"
             ) from None
     return networks
 
@@ -129,7 +129,7 @@ def _host_of(who: str, advertised: str, caller: str, ranges: Sequence[Network]) 
         mine = ipaddress.ip_address(caller)
     except ValueError:
         raise RefusedError(
-            f"the {who} advertises {shown(advertised[:80])!r}, which is no IP address: give --advertise HOST, or "
+            f"the {who} advertises {shown(advertised[:80])!r}, which is not an IP address: give --advertise HOST, or "
             "HOST:PORT, with the IP address of its machine or pod"
         ) from None
     if given != mine and not (given.is_loopback and mine.is_loopback) and not any(given in net for net in ranges):
@@ -167,7 +167,7 @@ class Registration:
             raise UnavailableError("the coordinator is not ready for workers yet")
         with self._lock:
             if not self._limit.take(address_of(call.peer()), time.monotonic()):
-                raise UnavailableError("too many registrations from there: it tries again")
+                raise UnavailableError("too many registrations from this address: trying again")
         check_version(request.identity, context.request.coordinator)
         if role not in ("worker", "ps"):
             raise ProtocolError(f"a {role} registers, but only workers and parameter servers join a running cluster")

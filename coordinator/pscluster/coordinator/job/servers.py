@@ -154,7 +154,7 @@ def register(context: JobContext, claim: ServerClaim, peer: PeerAddress, seen: P
             raise UnavailableError("the job is over: the server joins the next one")
         here = context.client.place_of(peer)
         if here.address != seen.address:
-            raise UnavailableError(f"{peer.task} has just moved: it tries again")
+            raise UnavailableError(f"{peer.task} has just moved: trying again")
         attachments = context.servers or context.taking
         server = next((server for server in attachments if server.peer.index == peer.index), None)
         store_id, boot_id = (server.store_id, server.boot_id) if server is not None else (0, 0)
@@ -168,7 +168,7 @@ def register(context: JobContext, claim: ServerClaim, peer: PeerAddress, seen: P
 
 def _move(context: JobContext, peer: PeerAddress, server: ServerAttachment | None) -> None:
     """Dial a server there from now on, and have all others do so."""
-    logger.info("%s has registered, and is dialled there from now on", peer)
+    logger.info("%s has registered from there: connecting to it there from now on", peer)
     context.event_log.record(peer.task, "note", f"is at {peer.address} now")
     reach("coordinator.move.before")
     moved = [known for known in context.request.moved_servers if known.index != peer.index]

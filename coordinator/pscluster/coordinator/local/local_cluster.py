@@ -191,7 +191,7 @@ class LocalCluster(ScalableCluster):
         self._started_at = self._started_at or _place_of_caller()
         for other in LocalCluster.running():
             if self._cell is not None and other._cell not in (None, self._cell) and other._made_in == self._made_in:
-                logger.warning("the cluster that this cell has started before is stopped")
+                logger.warning("stopping the cluster that this cell started before")
                 other.stop()
         return super().start()
 

@@ -1,10 +1,10 @@
 """A cluster whose tasks this process starts, watches and restarts, wherever they run; a base class.
 
-    supervisor  decides, pure: `supervisor.py`
-    monitor     one thread, which carries out its decisions: `monitor.py`
-    launcher    what runs the tasks: processes of this machine (`processes.py`), or of others. It reports Started,
-                StartFailed and Exited, from threads of its own
-    callers     kill(), restart(), stop() and the waits, from any thread: this module
+supervisor  decides, pure: `supervisor.py`
+monitor     one thread, which carries out its decisions: `monitor.py`
+launcher    what runs the tasks: processes of this machine (`processes.py`), or of others. It reports Started,
+            StartFailed and Exited, from threads of its own
+callers     kill(), restart(), stop() and the waits, from any thread: this module
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Header:
                 raise ValueError(f"ids of {id_bytes!r} bytes")
             return Header(str(about["table"]), dtype_of(about["dtype"]), shape, any_ids, since, to, id_bytes or 0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError) as error:
-            raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
+            raise CheckpointError(f"{path} is not a readable delta: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +116,18 @@ class LoadedDelta:
             try:
                 check_strings(ids, header.table)
             except InvalidUpdateError as error:
-                raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
+                raise CheckpointError(f"{path} is not a readable delta: {error}") from None
         falls = np.flatnonzero(ids[1:] <= ids[:-1])
         if len(falls):
             at = int(falls[0]) + 1
             raise CheckpointError(
-                f"{path} is no delta that can be read: id {shown(ids[at])} (position {at:,}) comes after "
+                f"{path} is not a readable delta: id {shown(ids[at])} (position {at:,}) comes after "
                 f"{shown(ids[at - 1])}"
             )
         if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
             at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))
             raise CheckpointError(
-                f"{path} is no delta that can be read: id {ids[at]} (position {at:,}) is none of {header.shape[0]:,} "
-                "rows"
+                f"{path} is not a readable delta: id {ids[at]} (position {at:,}) is none of {header.shape[0]:,} rows"
             )
         delta = Delta(str(path), header.table, header.since, header.version, len(ids))
         return LoadedDelta(delta, header, ids, rows)

@@ -132,7 +132,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     if not schema.equals(expected):
         columns = [", ".join(f"{field.name} ({field.type})" for field in each) for each in (schema, expected)]
         raise CheckpointError(
-            f"{path} is no delta that can be read: its columns are {columns[0]:.500}, not {columns[1]}; {MEND}"
+            f"{path} is not a readable delta: its columns are {columns[0]:.500}, not {columns[1]}; {MEND}"
         )
     count = file.metadata.num_rows
     ids, rows = list[RowIds](), list[Array]()

@@ -57,7 +57,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     """Read a delta. CheckpointError, which names the file, if it is not what was written."""
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 + _CHECKSUM_BYTES or header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{path} is no delta, or was not written to its end: {MEND}")
+        raise CheckpointError(f"{path} is not a delta, or is incomplete: {MEND}")
     try:
         described = json.loads(data[8 : 8 + header_bytes])
         text = described["__metadata__"][KEY]
@@ -65,7 +65,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         total = begin + described["checksum"]["data_offsets"][1]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise CheckpointError(
-            f"{path} is no delta, or is damaged: its header is not what was written; {MEND}"
+            f"{path} is not a delta, or is damaged: its header does not match its checksum; {MEND}"
         ) from None
     if total != len(data):
         raise CheckpointError(f"{path} has {len(data):,} bytes, not {total!r}: it was not written to its end; {MEND}")
@@ -79,5 +79,5 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             raise ValueError(f"{len(stored):,} bytes of rows for {len(ids):,} ids")
         rows = np.ndarray((len(ids), *header.shape[1:]), header.dtype, stored)
     except (ValueError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
+        raise CheckpointError(f"{path} is not a readable delta: {error}") from None
     return LoadedDelta.of(path, header, ids, rows)

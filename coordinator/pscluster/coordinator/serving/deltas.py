@@ -61,13 +61,13 @@ def export_delta(
             complex numbers.
     """
     if format not in (None, *_FORMATS):
-        raise MisuseError(f"format={format!r} is none: it is {' or '.join(map(repr, _FORMATS))}")
+        raise MisuseError(f"format is {format!r}; it must be {' or '.join(map(repr, _FORMATS))}")
     if not isinstance(since, str | os.PathLike):
         try:
             since = checks.whole("since", since, at_least=1)
         except ValueError as error:
             raise MisuseError(
-                f"table {table!r}: {error}: the number of an earlier checkpoint, or give its path"
+                f"table {table!r}: {error}: give the number of an earlier checkpoint, or its path"
             ) from None
     parquet = format == "parquet" or (format is None and str(out).endswith(".parquet"))
     if parquet:

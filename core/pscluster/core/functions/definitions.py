@@ -346,4 +346,4 @@ def _class_of_script(qualname: str) -> type:
             continue
         if is_record_class(cls):
             return cls
-    raise ProtocolError(f"a record of the script's class {qualname}, which this worker was not told of")
+    raise ProtocolError(f"a record of the script's class {qualname}, which was not defined on this worker")

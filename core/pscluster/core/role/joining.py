@@ -384,7 +384,7 @@ class Joining:
         name = self._joiner.named(reply.index)
         if self._index != reply.index:
             if self._serving is not None:
-                logger.warning("another worker has index %d by now; going on as %s", self._index, name)
+                logger.warning("another worker now has index %d; continuing as %s", self._index, name)
                 self._serving.close()
             self._serve_as(reply.index, reply.address)
         assert self._serving is not None

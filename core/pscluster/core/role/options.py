@@ -136,17 +136,17 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
     )
 
 
-def _count_of(text: str | None, nouns: str) -> int | None:
+def _count_of(text: str | None, noun: str) -> int | None:
     """Return the number in a text. Raise ConfigurationError if it is not one from 1 to 100,000."""
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 100_000):
-        raise ConfigurationError(f"the {nouns} are {text!r}; give a number from 1 to 100,000")
+        raise ConfigurationError(f"the {noun} is {text!r}; give one from 1 to 100,000")
     return int(text)
 
 
-max_workers_of = functools.partial(_count_of, nouns="most workers")
-num_ps_of = functools.partial(_count_of, nouns="parameter servers")
+max_workers_of = functools.partial(_count_of, noun="maximum number of workers")
+num_ps_of = functools.partial(_count_of, noun="number of parameter servers")
 
 
 def joining_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -156,7 +156,7 @@ def joining_options(command: Callable[..., None]) -> Callable[..., None]:
         metavar="N",
         callback=lambda _context, _option, value: num_ps_of(value),
         envvar=NUM_PS_VARIABLE,
-        help="How many parameter servers there are, if TF_CONFIG does not list them: each says where it is, with "
+        help="Number of parameter servers, if TF_CONFIG does not list them: each registers, with "
         f"`pscluster ps --join`. Or ${NUM_PS_VARIABLE}.",
     )(command)
     command = click.option(
@@ -174,7 +174,8 @@ def joining_options(command: Callable[..., None]) -> Callable[..., None]:
         callback=lambda _context, _option, value: max_workers_of(value),
         envvar=MAX_WORKERS_VARIABLE,
         show_default="1000",
-        help="The most workers; given, TF_CONFIG need not name any: they join with `pscluster worker --join`. "
+        help="Maximum number of workers. With it, TF_CONFIG need not list any: they join with "
+        f"`pscluster worker --join`. "
         f"Or ${MAX_WORKERS_VARIABLE}.",
     )(command)
 
@@ -188,7 +189,7 @@ tls_option = click.option(
 insecure_option = click.option(
     "--insecure",
     is_flag=True,
-    help=f"Allow other addresses than loopback without a token, or without TLS. Or ${INSECURE_VARIABLE}=1.",
+    help=f"Allow addresses other than loopback without a token or without TLS. Or ${INSECURE_VARIABLE}=1.",
 )
 
 

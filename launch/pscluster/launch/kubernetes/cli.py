@@ -50,16 +50,19 @@ def _resource_options(command: Callable[..., None]) -> Callable[..., None]:
     default=1,
     show_default=True,
     type=click.IntRange(0, 100_000),
-    help="Number of workers to begin with; `kubectl scale` changes it.",
+    help="Initial number of workers; `kubectl scale` changes it.",
 )
 @click.option(
-    "--max-workers", default=1000, show_default=True, type=click.IntRange(1, 100_000), help="The most workers."
+    "--max-workers", default=1000, show_default=True, type=click.IntRange(1, 100_000), help="Maximum number of workers."
 )
 @click.option("--storage", default="10Gi", show_default=True, metavar="AMOUNT", help="Disk for each server's state.")
 @click.option("--storage-class", metavar="NAME", help="The disks' StorageClass. Default: the one of your Kubernetes.")
 @_resource_options
 @click.option(
-    "--env", multiple=True, metavar="NAME=VALUE", help="A variable for all roles, but no secret; may be repeated."
+    "--env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An environment variable of all roles, not for secrets; repeatable.",
 )
 @click.option(
     "--backoff-limit",
@@ -73,7 +76,7 @@ def _resource_options(command: Callable[..., None]) -> Callable[..., None]:
     "--existing-secrets",
     "secrets",
     metavar="PREFIX",
-    help="Use the Secrets PREFIX-token, PREFIX-ps-tls, PREFIX-worker-tls and PREFIX-coordinator-tls, and make none.",
+    help="Use the Secrets PREFIX-token, PREFIX-ps-tls, PREFIX-worker-tls and PREFIX-coordinator-tls; make no new ones.",
 )
 @click.option(
     "--output",

@@ -187,5 +187,5 @@ def name_of(script: str) -> str:
     stem = re.sub(r"\.py$", "", script.rpartition("/")[2]).lower()
     name = re.sub("[^a-z0-9]+", "-", stem).strip("-")[:MAX_NAME].strip("-")
     if not _LABEL.fullmatch(name):
-        raise ConfigurationError(f"{script!r} gives the cluster no name of letters and digits: give --name NAME")
+        raise ConfigurationError(f"no name for the cluster can be made from {script!r}: give --name NAME")
     return name

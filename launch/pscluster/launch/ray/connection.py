@@ -54,7 +54,7 @@ def connect(address: str, timeout: float, runtime_env: Mapping[str, Any]) -> boo
         ray.init(address=address, logging_level=logging.WARNING, runtime_env=dict(runtime_env))
     except (OSError, RuntimeError, ValueError) as error:
         raise RayClusterError(
-            f"there is no Ray cluster to be had at the address {address!r}: {reason(error)}; start one on this machine "
+            f"there is no Ray cluster at the address {address!r}: {reason(error)}; start one on this machine "
             "with `ray start --head`, join one with `ray start --address HOST:PORT`, or give address="
         ) from None
     return True

@@ -27,7 +27,7 @@ from pscluster.launch.slurm.job_script import EXIT_CODE, LOG, SCRIPT, TOKEN, Slu
 @click.option("--nodes", metavar="N[-M]", help="Number of nodes, as for sbatch. Default: as many as the tasks need.")
 @click.option("--time", metavar="TIME", help="Time limit, such as 30 (minutes) or 1-12:00:00.")
 @click.option("--partition", metavar="NAME", help="Partition of the cluster.")
-@click.option("--account", metavar="NAME", help="Account that is charged.")
+@click.option("--account", metavar="NAME", help="Account to charge.")
 @click.option("--job-name", metavar="NAME", show_default="the script's name", help="Name of the job.")
 @click.option(
     "--sbatch-option",
@@ -51,10 +51,14 @@ from pscluster.launch.slurm.job_script import EXIT_CODE, LOG, SCRIPT, TOKEN, Slu
     help="First port on each node. Default: it follows from the job's id.",
 )
 @click.option("--insecure", is_flag=True, help="Use plain text between the nodes, with the token but without TLS.")
-@click.option("--dry-run", is_flag=True, help="Print the job script, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the job script and exit.")
 @click.option("--wait", is_flag=True, help="Show the job's log until it ends, and exit with its code.")
 @click.option(
-    "--timeout", default=60.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds for Slurm to answer."
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(1, 3600),
+    help="Seconds to wait for Slurm to answer.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

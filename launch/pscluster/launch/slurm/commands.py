@@ -53,11 +53,11 @@ class JobState:
 
     @classmethod
     def parse(cls, text: str) -> JobState:
-        """Read the output of `scontrol show job`. SlurmError if it says nothing of a job."""
+        """Read the output of `scontrol show job`. SlurmError if it does not describe a job."""
         found = dict(re.findall(r"\b(JobState|Reason|ExitCode|Requeue)=(\S+)", text))
         code = re.fullmatch(r"(\d+):(\d+)", found.get("ExitCode", "0:0"))
         if "JobState" not in found or code is None:
-            raise SlurmError(f"scontrol answered {shown(text[:200])!r}, which says nothing of a job")
+            raise SlurmError(f"scontrol answered {shown(text[:200])!r}, which does not describe a job")
         return cls(
             found["JobState"], found.get("Reason", "None"), int(code[1]), int(code[2]), found.get("Requeue") == "1"
         )
@@ -112,7 +112,7 @@ def is_cancelled() -> bool:
     try:
         name = job_state(os.environ["SLURM_JOB_ID"], STEP_SECONDS).name
     except (ConfigurationError, SlurmError) as error:
-        logger.warning("can't tell whether the job is to run again, and assume it: %s", error)
+        logger.warning("can't tell whether the job will run again; assuming that it will: %s", error)
         return False
     return name in ("CANCELLED", "TIMEOUT", "DEADLINE")
 
@@ -124,4 +124,4 @@ def signal_step(number: signal.Signals) -> None:
     try:
         run_command(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], STEP_SECONDS)
     except (ConfigurationError, SlurmError) as error:
-        logger.warning("can't tell the other tasks that the job ends: %s; scancel %s ends them", error, step)
+        logger.warning("can't tell the other tasks that the job is ending: %s; scancel %s ends them", error, step)

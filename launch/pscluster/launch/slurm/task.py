@@ -152,7 +152,7 @@ class RoleTask:
                 self._stopped = True
                 if self._is_chief:
                     if self._requeue and not is_cancelled():
-                        logger.warning("the job is to run again: the coordinator is killed, the servers save its state")
+                        logger.warning("the job will run again: killing the coordinator; the servers save its state")
                         self._handle(StopRequested(at_once=True))
                     else:
                         self._handle(StopRequested())

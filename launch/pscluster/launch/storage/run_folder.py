@@ -213,7 +213,7 @@ class RunFolder(SavedRun):
         except FileNotFoundError:
             return None
         except (OSError, CheckpointError) as error:
-            logger.warning("a request can't be read: %s", error)
+            logger.warning("can't read a request for another number of workers: %s", error)
             return None
         return workers if isinstance(workers, int) else None
 

@@ -22,7 +22,7 @@ def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path)
     They become part of the run once the report with this number is committed. CheckpointError if they can't be written.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory: give report() a Checkpoint of one that is still there")
+        raise CheckpointError(f"{directory} is not a directory: give report() a Checkpoint of one that is still there")
     folder = f"checkpoints/{number:06d}/rank-{rank}" + (f".{attempt}" if attempt > 1 else "")
     files: list[dict[str, Any]] = []
     with explained(run_path, "can't be written"):

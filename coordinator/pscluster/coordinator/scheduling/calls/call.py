@@ -98,7 +98,7 @@ def fill_arguments(call: Call) -> None:
             todo += children(value, kind)
     call.check_size()
     if nesting(call.arguments) > MAX_DEPTH:
-        raise TypeError(f"with the values of RemoteValues its arguments are nested more than {MAX_DEPTH} levels deep")
+        raise TypeError(f"its arguments, with the values of RemoteValues, are nested more than {MAX_DEPTH} levels deep")
     call.remote = _NOTHING
 
 
