@@ -8,7 +8,7 @@ end times out. Nothing leaves this machine.
     second role                        10.N.2.2 --+
 
 It takes root (CAP_NET_ADMIN and CAP_SYS_ADMIN), `ip`, `iptables` and, for slow links, `tc`. Namespaces carry the
-process id of who made them. What a process that was killed has left is removed by the next one that makes some.
+process id of their creator. What a process that was killed has left is removed by the next one that makes some.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_reports_checkpoints_and_results(tmp_path: Path, workers: int) -> None:
 @pytest.mark.parametrize("restart", ["worker", "group"])
 @pytest.mark.parametrize("dies", ["dies_before", "dies_after"])
 def test_a_worker_that_dies(tmp_path: Path, restart: Any, dies: str) -> None:
-    """What was reported stays; the member goes on behind its last checkpoint, alone or with the others."""
+    """What was reported stays; the member continues after its last checkpoint, alone or with the others."""
     result = Trainer(
         epochs,
         {"epochs": 4, "folder": str(tmp_path), dies: 2},
@@ -362,7 +362,7 @@ def test_a_chief_with_workers_and_servers_of_its_own(tmp_path: Path) -> None:
 
 
 def _said_at(address: str) -> str:
-    """What is said to who connects there; "" as long as nobody listens."""
+    """What is said to those that connect there; "" as long as nobody listens."""
     host, port = address.split(":")
     with socket.socket() as caller:
         if caller.connect_ex((host, int(port))):

@@ -111,7 +111,7 @@ class Checkpoint:
         return target
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what `set_metadata` has stored with it; nothing if that is so."""
+        """Return what `set_metadata` has stored with it; an empty dict if it was not called."""
         fs, path = self._located()
         try:
             metadata: dict[str, Any] = json.loads(fs.cat_file(f"{path}/{_METADATA}"))

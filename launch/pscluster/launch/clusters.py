@@ -32,7 +32,7 @@ class Clusters:
                 self._cluster = None
 
     def scale(self, workers: int, timeout: float) -> None:
-        """Start or stop workers until there are so many: see `Trainer.scale`."""
+        """Start or stop workers until there are `workers`: see `Trainer.scale`."""
         with self._lock:
             cluster = self._cluster
         if cluster is None:

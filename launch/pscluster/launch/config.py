@@ -28,8 +28,8 @@ class ScalingConfig:
         workers: how many members; 0: one, in this process. `(fewest, most)`: the run is elastic: members may join and
             leave while it runs. It begins with as many as this machine has cores, within these limits; on the cluster
             of a launcher with the fewest.
-        ps: how many parameter servers; by default one. With the backend "tensorflow" so many of TensorFlow's own, for
-            a `ParameterServerStrategy`, beside a chief and the workers; by default none, and no chief.
+        ps: how many parameter servers; by default one. With the backend "tensorflow" they are TensorFlow's own, for a
+            `ParameterServerStrategy`, beside a chief and the workers; by default none, and no chief.
         env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
             unless it is set here or in this process.
         join_timeout: seconds for which an elastic run may have fewer members than the fewest; then it fails.

@@ -1,7 +1,7 @@
 """What a run's processes print: in files of its folder, one for each process, and here.
 
 Each process writes its own file, `logs/worker-0.log`, and adds to what there is: whatever dies, the last words of all
-others, and its own, are there. A thread shows here what is added, a line at a time, behind the name of the process. If
+others, and its own, are there. A thread shows here what is added, a line at a time, after the name of the process. If
 the run's folder is a URL, the files are on this machine until the run ends, and are copied there then.
 """
 

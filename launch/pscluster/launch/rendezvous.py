@@ -28,7 +28,7 @@ class Rendezvous:
     """The addresses of one group, in its newest attempt."""
 
     def __init__(self, size: int, seconds: float) -> None:
-        """`seconds`: how long a member may wait for the others."""
+        """Expect `size` members, each of which may wait `seconds` for the others."""
         self._size, self._seconds = size, seconds
         self._attempt = 0
         self._addresses: dict[int, tuple[str, int]] = {}  # host and port by rank

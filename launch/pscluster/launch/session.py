@@ -151,7 +151,7 @@ class Session:
     ) -> list[Action]:
         """Take a member that has come to a barrier, or to a broadcast if `nbytes` is not negative.
 
-        The member with rank 0 sends the value that all get, of so many bytes; the others send 0 bytes.
+        The member with rank 0 sends the value that all get, of `nbytes`; the others send 0 bytes.
         """
         self._check(rank, attempt)
         if nbytes > 0 and place not in self._broadcasts:

@@ -90,7 +90,7 @@ class DatasetShard:
         """Yield the epoch until `count` of them are over, counted from the beginning of the run.
 
         So a member that goes on from a checkpoint, or joins a run, does what is left. Each time, iterate over the rows:
-        in an elastic run, what members have left behind that are gone makes another time of the same epoch.
+        in an elastic run, rows that lost members have left behind are given out by another iteration of that epoch.
         """
         count = checks.whole("count", count, at_least=0)
         while self.epoch < count:

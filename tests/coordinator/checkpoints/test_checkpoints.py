@@ -498,7 +498,7 @@ def test_a_directory_that_goes_away(
 
 
 def test_a_server_elsewhere(manager: CheckpointManager, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that write where the coordinator does not look are told of."""
+    """Servers that write where the coordinator does not look are reported."""
     checkpoint = PsClient.checkpoint
 
     def elsewhere(self: PsClient, action: Any, checkpoint_id: int, directory: str = "", *rest: Any) -> Any:

@@ -319,7 +319,7 @@ def test_a_killed_worker_is_restarted_at_its_address(house: House, caplog: pytes
 
 
 def test_a_spent_budget_is_an_error(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    """Spent restarts are logged, told to who asked and raised from check(); the others live on."""
+    """Spent restarts are logged, told to those that asked, and raised from check(); the others live on."""
     told: list[LocalClusterError] = []
     with house.cluster(1, 2, max_restarts=1, _on_failure=told.append) as cluster:
         cluster.check()
@@ -449,7 +449,7 @@ def test_a_stubborn_process_is_killed(house: House, caplog: pytest.LogCaptureFix
 
 
 def test_a_second_interrupt_kills(house: House) -> None:
-    """Who presses Ctrl-C while a stubborn process is waited for need not wait for the grace."""
+    """Ctrl-C during the wait for a stubborn process ends it before the grace is over."""
     cluster = house.cluster(grace=3600.0, behaviours={("worker", 0): "stubborn"}).start()
     house.wait_for("worker 0 serves")
 

@@ -13,7 +13,7 @@ from pscluster.core.layouts.moving import Moving, combine_through, gathering, mo
 
 
 def grid(tasks: int) -> Mesh:
-    """A 3x2 mesh of six devices that belong to so many tasks."""
+    """A 3x2 mesh of six devices that belong to `tasks` tasks."""
     each = 6 // tasks
     names = [f"/job:worker/task:{task}/device:CPU:{number}" for task in range(tasks) for number in range(each)]
     return Mesh({"x": 3, "y": 2}, names)

@@ -180,7 +180,7 @@ def ended(kind: Reply.Kind, messages: int = 0, reason: str = "") -> Reply:
     ids=["returned", "failed", "misused", "stopped"],
 )
 def test_a_source_that_has_ended(reply: Reply, error: type[PsClusterError], words: str) -> None:
-    """What it had sent is still received; what it has not is reported at once, also to who sends to it."""
+    """What it had sent is still received; what it has not is reported at once, also to those that send to it."""
     mailbox = make()
     mailbox.begin(CALLED)
     reply.messages = 2

@@ -19,7 +19,7 @@ from pscluster.worker.programs.store import BlockStore
 
 
 def grid(tasks: int) -> Mesh:
-    """A 3x2 mesh of six devices that belong to so many tasks."""
+    """A 3x2 mesh of six devices that belong to `tasks` tasks."""
     each = 6 // tasks
     names = [f"/job:worker/task:{task}/device:CPU:{number}" for task in range(tasks) for number in range(each)]
     return Mesh({"x": 3, "y": 2}, names)

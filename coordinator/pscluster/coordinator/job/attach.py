@@ -162,7 +162,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
 
 
 def _close_earlier(context: JobContext) -> None:
-    """In a notebook, close the jobs that earlier cells have begun on this cluster: a cell was run again."""
+    """Close the jobs that earlier cells of a notebook have begun on this cluster: a cell was run again."""
     for job in open_jobs():
         is_same = job.resolver is context.resolver or job.spec == context.spec
         if context.cell is not None and job.cell not in (None, context.cell) and is_same:
@@ -277,7 +277,7 @@ def _find_live(client: PsClient) -> LiveJob:
 
 
 def _with_servers(spec: ClusterSpec, count: int, *, may_register: bool) -> ClusterSpec:
-    """Return the cluster with so many parameter servers, which register. ConfigurationError if it has other ones."""
+    """Return the cluster with `count` parameter servers, which register. ConfigurationError if it lists others."""
     if (listed := spec.num_tasks("ps") if "ps" in spec.jobs else 0) not in (0, count):
         raise ConfigurationError(
             f"the number of parameter servers is {count} (--num-ps or {NUM_PS_VARIABLE}), but {spec.source}: "

@@ -198,7 +198,7 @@ class JobContext:
         self._set_workers([worker for worker in self.workers if worker.index != index])
 
     def _set_workers(self, workers: list[PeerAddress]) -> None:
-        """Have these workers, in all that is told of them from now on."""
+        """Take these workers for all messages from now on."""
         workers = sorted(workers, key=lambda peer: peer.index)
         self.tasks = [*(peer for peer in self.tasks if peer.role != "worker"), *workers]
         self.workers = workers
@@ -215,7 +215,7 @@ class JobContext:
         frozen: ps_pb2.HeldShard | None = None,
         arriving: ps_pb2.HeldShard | None = None,
     ) -> None:
-        """Have servers that attach again be told of these specs, and of the shard that is moving."""
+        """Send these specs, and the shard that is moving, to servers that attach again."""
 
         async def note() -> None:  # where requests to attach are copied
             request, moved = node_pb2.AttachRequest(), (spec for spec in specs if spec.placement)

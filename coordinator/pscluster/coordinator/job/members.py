@@ -39,7 +39,7 @@ PENDING_SECONDS = 10.0
 """The coordinator has this long to reach a worker that has claimed a task, before another one may claim it."""
 
 SECRET_BYTES = 16
-"""A secret has at least so many."""
+"""The shortest secret."""
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 _INDEX = re.compile(r"[0-9]{1,9}")

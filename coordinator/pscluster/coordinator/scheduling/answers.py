@@ -63,7 +63,7 @@ class Answers:
 
     def __init__(self, state: DispatchState) -> None:
         self._state, self._scheduler = state, state.scheduler
-        self._lock = threading.Lock()  # held for a moment, and with no other: whoever answers may hold any
+        self._lock = threading.Lock()  # held for a moment, and with no other: the thread that answers may hold any
         self._asked: defaultdict[int, dict[int, _Asked]] = defaultdict(dict)  # by worker, and function
         self._complained: set[int] = set()  # of which workers
 

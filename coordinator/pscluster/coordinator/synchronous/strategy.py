@@ -50,8 +50,8 @@ class SynchronousStrategy(ParameterServerStrategy):
         staleness: how many steps a replica may be ahead of the slowest. Above 0, each replica's updates are applied as
             they come, and `float("inf")` lets none wait. The slack is within one call of `run`: take many `steps` in
             each.
-        backup: a step is done with the first contributions of all replicas but so many. A contribution that comes later
-            is dropped, and its replica goes on with the current step. Not together with `staleness`.
+        backup: how many contributions a step does without: it is done with the first of the others. One that comes
+            later is dropped, and its replica continues with the current step. Not together with `staleness`.
         requeue_dropped: give a replica what it took for a step that was done without it again in its next step.
 
     Raises:

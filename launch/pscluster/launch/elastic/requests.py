@@ -24,7 +24,9 @@ class Requests:
     """Carries out what others ask a run for. For one thread."""
 
     def __init__(self, folder: RunFolder, limits: tuple[int, int], scale: Callable[[int], object]) -> None:
-        """`scale` changes the number of workers, and blocks until that is done; it is called in another thread."""
+        """Take requests from now on. `scale` changes the number of workers, and blocks until that is done; it is called
+        in another thread.
+        """
         self._folder, self._limits, self._scale = folder, limits, scale
         self._due = 0.0
         self._thread: threading.Thread | None = None

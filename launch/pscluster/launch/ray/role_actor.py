@@ -34,7 +34,7 @@ class RoleActor:
     """One task of a cluster, as an actor of Ray. Its methods are called at the same time."""
 
     def __init__(self, name: str, version: str) -> None:
-        """RuntimeError if the coordinator has another version."""
+        """Name the task. RuntimeError if the coordinator has another version."""
         self._name = name
         if version != VERSION:
             raise RuntimeError(
@@ -50,7 +50,7 @@ class RoleActor:
     def reserve(self, port: int, seconds: float) -> tuple[str, int]:
         """Reserve a port of this node, and return the node's address and the port.
 
-        It is `port`, unless that is 0, or in use for so many seconds: by the role's last process, which may still be
+        It is `port`, unless that is 0, or in use for `seconds`: by the role's last process, which may still be
         saving its state.
         """
         host = importlib.import_module("ray").util.get_node_ip_address()

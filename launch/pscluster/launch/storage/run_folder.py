@@ -183,7 +183,7 @@ class RunFolder(SavedRun):
     # Requests of other processes
 
     def request_workers(self, workers: int) -> None:
-        """Ask the process that writes this run for so many workers. The run has been read.
+        """Ask the process that writes this run for this number of workers. The run has been read.
 
         Raises:
             MisuseError: the run is over, is at a URL, or can't have that many.

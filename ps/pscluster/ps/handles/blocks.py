@@ -1,4 +1,4 @@
-"""Blocks of variables, read and updated by who has one of each: the devices of a mesh.
+"""Blocks of variables, read and updated by the devices of a mesh, each of which has one.
 
 A block that is a shard of its variable is read as such, any other as a box of the shards that it lies on. Only whole
 shards are updated, each by one of the replicas of a synchronous step.

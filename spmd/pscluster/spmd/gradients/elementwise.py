@@ -114,7 +114,7 @@ for _name in ("maximum", "minimum", "fmax", "fmin"):
 
 @rule("taken")
 def _of_taken(node: Node, position: int, g: Any) -> Any:
-    """For gradients of gradients: it is linear in the first operand, and constant between jumps in the others."""
+    """Return a gradient's own gradient: linear in the first operand, and constant between jumps in the others."""
     return summed_to(_taken(g, *node.values[1:]), node.operands[0].shape) if not position else None
 
 

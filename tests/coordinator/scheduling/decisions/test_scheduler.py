@@ -742,7 +742,7 @@ def test_first_error_wins_and_is_taken_once() -> None:
 
 
 def test_a_final_error_stays() -> None:
-    """A lost parameter server is told of by every later call, and no later error hides it."""
+    """Every later call names a lost parameter server, and no later error hides it."""
     scheduler, tasks = scheduler_with(3)
     scheduler.take(0)
     scheduler.lose(0)

@@ -179,7 +179,7 @@ class Pipeline(Sent):
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
         found = self.read(epoch, start, stop)
-        # Those of a map in processes come one by one, and are closed by who has them.
+        # Those of a map in processes come one by one, and are closed by their consumer.
         return found if isinstance(found, ProcessedElements) else _one_by_one(found)
 
     def read(self, epoch: int, start: int, stop: int) -> Iterator[Any]:

@@ -73,7 +73,7 @@ class Gang(Generic[P]):
     generation: int = 0  # how often it was placed
     members: list[Task[P]] = field(default_factory=list)  # of this generation, by rank
     placed: Sequence[int] = ()  # the worker of each
-    described: Any = None  # this generation, as its members are told of it
+    described: Any = None  # this generation, as it is described to its members
     steps: Any = None  # the steps of a synchronous run that it takes, if it does
     spare: int = 0  # how many members it can do without, once all others have returned
     results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned

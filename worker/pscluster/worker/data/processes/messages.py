@@ -33,7 +33,7 @@ class Connection:
         self._came = b""
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor, for a selector."""
         return self.socket.fileno()
 
     def send(self, kind: Kind, slot: int) -> None:

@@ -75,7 +75,7 @@ class Pool:
         setup: what a process is told first; see `child`.
         workers: how many processes.
         timeout: seconds that a call may take.
-        lends: whether large arrays of results are only lent to who receives them.
+        lends: whether large arrays of results are only lent to their receiver.
     """
 
     def __init__(self, name: str, setup: Mapping[str, Any], workers: int, timeout: float, *, lends: bool) -> None:

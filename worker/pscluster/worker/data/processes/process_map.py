@@ -217,7 +217,7 @@ class ProcessedElements:
         self._pool.begin()
 
     def close(self) -> None:
-        """Drop what is on its way: it is no longer waited for. Any thread may call this."""
+        """Drop what is on its way: nothing waits for it any longer. Any thread may call this."""
         for element in list(self._elements):
             if isinstance(element, _Element):
                 self._drop(element)
