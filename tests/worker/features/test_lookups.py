@@ -66,6 +66,9 @@ def test_integers() -> None:
     inverse = IntegerLookup(vocabulary=masked.get_vocabulary(), mask_token=0, invert=True)
     assert inverse([0, 1, 2, 4]).tolist() == [0, -1, 12, 42]
     assert inverse.get_vocabulary() == masked.get_vocabulary() == [0, -1, 12, 1138, 42]
+    assert IntegerLookup(vocabulary=[12, 1138, 42], invert=True)([[0, 1], [2, 3]]).tolist() == [[-1, 12], [1138, 42]]
+    with pytest.raises(ValueError, match="was given 7, 8, not in its vocabulary"):
+        IntegerLookup(vocabulary=[12], num_oov_indices=0)([12, 7, 8])
 
 
 def test_oov_of_strings_by_hash() -> None:

@@ -89,6 +89,11 @@ class _Lookup(Layer):
     def _token_start(self) -> int:
         return self._oov_start + self.num_oov_indices
 
+    @property
+    def _special(self) -> list[Any]:
+        """The tokens before those of the vocabulary."""
+        return [self.mask_token] * self._oov_start + [self.oov_token] * self.num_oov_indices
+
     # The vocabulary
 
     @property
@@ -123,8 +128,7 @@ class _Lookup(Layer):
             different, _ = tokens.texts_of(self._label, vocabulary)
         else:
             different = tokens.ints_of(self._label, vocabulary).ravel().tolist()
-        special = [self.mask_token] * self._oov_start + [self.oov_token] * self.num_oov_indices
-        if special and different[: len(special)] == special:
+        if (special := self._special) and different[: len(special)] == special:
             different = different[len(special) :]
         if not different:
             raise ValueError(f"{label} is empty: give at least one token, or adapt the layer")
@@ -160,7 +164,7 @@ class _Lookup(Layer):
         known = list(self._ready().tokens)
         if not include_special_tokens:
             return known
-        return [self.mask_token] * self._oov_start + [self.oov_token] * self.num_oov_indices + known
+        return self._special + known
 
     def vocabulary_size(self) -> int:
         """Return how many indices there are, those of the mask token and of OOV tokens included."""
@@ -260,8 +264,8 @@ class _Lookup(Layer):
             return
         if self.num_oov_indices == 0:
             raise ValueError(
-                f"{self._label} was given {some(list(values))}, not in its vocabulary: set num_oov_indices=1 or more, "
-                "or adapt it to data that has all tokens"
+                f"{self._label} was given {some(np.asarray(values).tolist())}, not in its vocabulary: set "
+                "num_oov_indices=1 or more, or adapt it to data that has all tokens"
             )
         indices[missing] = self._oov_start + (self._hashed(values) if self.num_oov_indices > 1 else 0)
 
@@ -285,9 +289,7 @@ class _Lookup(Layer):
                 f"{self._label} was given the indices {some(wrong)}; they must be at least 0 and below {size}, its "
                 "vocabulary_size()"
             )
-        special = np.empty(self._token_start, known.as_array.dtype)
-        special[: self._oov_start] = self.mask_token
-        special[self._oov_start :] = self.oov_token
+        special = np.array(self._special, known.as_array.dtype)
         return np.asarray(np.concatenate([special, known.as_array])[indices], known.as_array.dtype)
 
 
