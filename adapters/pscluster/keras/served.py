@@ -319,8 +319,8 @@ def serve(
         TypeError: `model_fn` is not a function that returns a Keras model, or another argument is of a wrong type.
         ValueError: a pattern of `tables` fits no embedding.
         MisuseError: the model is not built or compiled, or its optimizer is none that the servers have; the message
-            lists those. Or an embedding that `tables` names has a regularizer, a constraint or a call of its own.
-            Nothing was made.
+            lists those. Or a weight has a constraint, or an embedding that `tables` names a regularizer or a call of
+            its own. Nothing was made.
         ConfigurationError: Keras' backend is neither JAX nor torch.
     """
     if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
@@ -382,6 +382,12 @@ def _check_model(model: Any) -> None:
             f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call it "
             "once in model_fn, on zeros of the shape of a batch"
         )
+    for variable in model.trainable_variables:
+        if variable.constraint is not None:
+            raise MisuseError(
+                f"{variable.path!r} has the constraint {type(variable.constraint).__name__}, which the servers don't "
+                "apply after their updates: make its layer without, or with a regularizer in its place"
+            )
 
 
 def _numpy_of(variable: Any) -> Any:

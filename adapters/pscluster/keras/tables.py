@@ -180,12 +180,11 @@ def _check(layer: Any) -> None:
     import keras
 
     mend = "leave it out of tables= to have it served whole"
-    for what in ("embeddings_regularizer", "embeddings_constraint"):
-        if (value := getattr(layer, what)) is not None:
-            raise MisuseError(
-                f"the embedding {layer.name!r} has {what}={type(value).__name__}, which needs all of its rows in each "
-                f"step: make it without, or {mend}"
-            )
+    if (regularizer := layer.embeddings_regularizer) is not None:
+        raise MisuseError(
+            f"the embedding {layer.name!r} has embeddings_regularizer={type(regularizer).__name__}, which needs all of "
+            f"its rows in each step: make it without, or {mend}"
+        )
     if layer.lora_enabled or layer.quantization_mode:
         raise MisuseError(f"the embedding {layer.name!r} has LoRA or is quantized, and can't be a table: {mend}")
     kind = type(layer)

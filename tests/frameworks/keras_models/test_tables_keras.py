@@ -208,7 +208,7 @@ def own() -> Any:
         (recommender, "users", TypeError, "give a dict of patterns and optimizers"),
         (recommender, {"users": "adam"}, TypeError, r"tables\['users'\] is a str"),
         (lambda: recommender(words={"embeddings_regularizer": "l2"}), ["*"], MisuseError, "'words' has embeddings_reg"),
-        (lambda: recommender(words={"embeddings_constraint": "max_norm"}), ["words"], MisuseError, "=MaxNorm, which"),
+        (lambda: recommender(words={"embeddings_constraint": "max_norm"}), [], MisuseError, "constraint MaxNorm, wh"),
         (lambda: recommender(words={"lora_rank": 2}), ["words"], MisuseError, "has LoRA"),
         (own, ["*"], MisuseError, "is a Own with a call of its own"),
     ],
