@@ -299,6 +299,14 @@ def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[-2].endswith("frames inside pscluster]")
     assert "training.py" not in error.remote_traceback
 
+    framework = compile("def call(function):\n    return function()", "/env/site-packages/torch/nn.py", "exec")
+    torch: dict[str, Any] = {}
+    exec(framework, torch)
+    *_, last = rebuilt(lambda: torch["call"](lambda: 1 / 0)).remote_traceback.split("\n", 1)
+    assert "  [1 frame inside torch]\n" in last
+    assert "torch/nn.py" not in last
+    assert "torch/nn.py" in rebuilt(lambda: torch["call"](None)).remote_traceback, "it was raised there"
+
     namespace: dict[str, Any] = {"__name__": "pscluster.worker.execution.runner"}
     exec("def run(function, *args):\n    function(*args)", namespace)
     for call, shown in ((lambda: None, ""), (decode, "decode")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import re
 import traceback
@@ -13,26 +12,41 @@ from typing import Any
 import pscluster
 from pscluster.core.sanitize import shown
 
+_LIBRARY = "pscluster"
 _OWN = tuple(str(folder) + os.sep for folder in pscluster.__path__)
-_CALLED_BY_US = tuple(f"{os.sep}{name}{os.sep}" for name in ("grpc", "tenacity", "concurrent"))
+_CALLED_BY_US = (
+    *(f"{os.sep}{name}{os.sep}" for name in ("grpc", "tenacity", "concurrent")),
+    f"{os.sep}threading.py",
+)
+# Which call the user's functions.
+_FRAMEWORKS = re.compile(r"[\\/]site-packages[\\/](torch|keras|jax|flax|equinox)[\\/]")
 _SHELLS = tuple(f"{os.sep}{name}{os.sep}" for name in ("IPython", "ipykernel"))
 _FILE = re.compile(r'^( *)File "(.+)", (?=line \d)', re.MULTILINE)
 
 
 class FoldedStack(traceback.StackSummary):
-    """Frames to show without those of the library."""
+    """Frames to show without those of the library, and of frameworks that have only passed the error on."""
 
     def format(self, **kwargs: Any) -> list[str]:
         """Return the lines to show. The library's frames before the first of the user's are left out."""
         lines, folded = list[str](), ""
-        for ours, group in itertools.groupby(zip(are_ours(self), self, strict=True), key=operator.itemgetter(0)):
-            frames = [frame for _, frame in group]
-            if not ours:
+        places = zip(map(_inside, are_ours(self), self), self, strict=True)
+        groups = [(name, [frame for _, frame in group]) for name, group in itertools.groupby(places, lambda at: at[0])]
+        for number, (name, frames) in enumerate(groups):
+            if not name or (name != _LIBRARY and number == len(groups) - 1):
                 lines += traceback.StackSummary.from_list(frames).format(**kwargs)
                 continue
-            folded = f"  [{len(frames)} frame{'s' * (len(frames) > 1)} inside pscluster]\n"
+            folded = f"  [{len(frames)} frame{'s' * (len(frames) > 1)} inside {name}]\n"
             lines += [folded] if lines else []
         return lines or [folded]
+
+
+def _inside(ours: bool, frame: traceback.FrameSummary) -> str:
+    """Return the name of what a frame belongs to; "" if that is the user's own code, or any other package."""
+    if ours:
+        return _LIBRARY
+    framework = _FRAMEWORKS.search(frame.filename)
+    return "" if framework is None else framework[1]
 
 
 def are_ours(frames: Iterable[traceback.FrameSummary]) -> list[bool]:
