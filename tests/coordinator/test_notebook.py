@@ -159,7 +159,7 @@ def test_cells_run_again(notebook: Notebook) -> None:
     assert notebook.run(TRAIN).value == "[-1.0, -1.0]"
     assert notebook.run(TRAIN).value == "[-2.9000000953674316, -2.9000000953674316]"  # the momentum goes on
     again = notebook.run("SIZE = 3\n" + MODEL)
-    assert "variable '<w> & co' is made again, and others of cell" in again.text
+    assert "what an earlier one has made, such as variable '<w> & co': earlier values are gone" in again.text
     assert again.text.count("\n") == 1
     assert notebook.run(TRAIN).value == "[-1.0, -1.0, -1.0]"
     assert notebook.run("float(loss.result()), len(strategy.variables)").value == "(-1.0, 3)"
@@ -197,6 +197,11 @@ def test_short_errors(notebook: Notebook) -> None:
     assert "ZeroDivisionError" in notebook.run("coordinator.join()").error
     assert "ZeroDivisionError" in notebook.run(NESTED).error
     assert notebook.run("coordinator.schedule(lambda: 5).fetch(60)").value == "5"  # the error was shown above
+    assert "ZeroDivisionError" in notebook.run(NESTED).error
+    data = "data = coordinator.distribute_dataset(np.arange(4)).batch(2)\n"
+    assert notebook.run(f"{data}coordinator.fit(lambda batch: 0.5, data, verbose=0)").error == ""
+    assert "ZeroDivisionError" in notebook.run(NESTED).error
+    assert notebook.run("coordinator.predict(lambda batch: batch, data).tolist()").value == "[0, 1, 2, 3]"
     again = "try:\n  coordinator.schedule(lambda: 1 / 0).fetch()\nexcept Exception:\n  coordinator.schedule(lambda: 5)"
     assert "has raised it before" in notebook.run(again).error  # in one cell, as in a script
     misuse = notebook.run("Variable(1)").error
@@ -214,7 +219,7 @@ def test_interrupted(notebook: Notebook, wait: str) -> None:
     told = notebook.end(run).error
     assert "KeyboardInterrupt" in told
     assert "1 function was cancelled. The cluster goes on" in told
-    assert len(told.splitlines()) < 12, told
+    assert len(told.splitlines()) < 7, told
     assert notebook.run("coordinator.join(60)\ncoordinator.schedule(lambda: 5).fetch(60)").value == "5"
     assert notebook.run("value.status.value").value == "'cancelled'"
     assert notebook.pids() == pids

@@ -216,9 +216,19 @@ class FunctionQueue(StaysHere):
         Examples:
             >>> coordinator.join(timeout=60.0)
         """
+        self._join(timeout, "join")
+
+    def settle(self) -> None:
+        """Wait as `join` does before something else begins; for internal use.
+
+        In a notebook an error that `fetch` has raised in an earlier cell is over.
+        """
+        self._join(None, "begin")
+
+    def _join(self, timeout: float | None, by: str) -> None:
         deadline = deadline_of(timeout)
         try:
-            self._dispatcher.waits.join(timeout)
+            self._dispatcher.waits.join(timeout, by)
         except KeyboardInterrupt as interrupt:
             self.interrupted(interrupt)
             raise

@@ -30,13 +30,13 @@ class Waits:
         self._status = status
         self._overtime = overtime
 
-    def join(self, timeout: float | None) -> None:
-        """Wait until everything scheduled has ended. Raise the first error, once."""
+    def join(self, timeout: float | None, by: str = "join") -> None:
+        """Wait until everything scheduled has ended. Raise the first error, once: see `raise_error`."""
         deadline = deadline_of(timeout)
         with self._state.lock:
             while not self._scheduler.settled:
                 self.wait(deadline, lambda: f"not done after {timeout:g} s")
-            self.raise_error(deadline, "join")
+            self.raise_error(deadline, by)
 
     def wait(self, deadline: float, late: Callable[[], str]) -> None:
         """Wait until something has changed. Under the lock.
@@ -58,12 +58,12 @@ class Waits:
     def raise_error(self, deadline: float, by: str) -> None:
         """Raise the error, if there is one, once nothing executes. Under the lock.
 
-        In a notebook `schedule` forgets one that `fetch` has raised in an earlier cell: its user has seen it there.
+        In a notebook all but "join" forget one that `fetch` has raised in an earlier cell: its user has seen it there.
         """
         while self._scheduler.error is not None:
             if (error := self._scheduler.take_error()) is not None:
                 shown_in = error._shown_in if isinstance(error, FunctionError) and not self._scheduler.final else None
-                if by == "schedule" and shown_in is not None and shown_in != current_cell():
+                if by != "join" and shown_in is not None and shown_in != current_cell():
                     self._state.cancelled_by_error = 0
                     return
                 raise self._explained(error, by)
@@ -150,7 +150,7 @@ class Waits:
             with self._state.lock:
                 while not self._scheduler.begin_exclusive(me):
                     self.wait(deadline, lambda: f"after {timeout:g} s another evaluation still runs")
-            self.join(seconds_left(deadline))
+            self.join(seconds_left(deadline), "begin")
             yield
         finally:  # wherever Ctrl-C struck
             with self._state.lock:

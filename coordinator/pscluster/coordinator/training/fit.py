@@ -172,7 +172,7 @@ class Fit:
 
     def _train(self) -> None:
         state, context = self._state, self._coordinator.context
-        self._coordinator.join()
+        self._coordinator.settle()
         self._feed.prepare()
         self._callbacks.on_train_begin()
         live = context.resumed and not self._training.restored

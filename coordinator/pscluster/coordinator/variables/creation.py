@@ -273,7 +273,9 @@ class VariableCreator:
             raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[namespace]}")
         if self._told != cell:
             self._told = cell
-            logger.warning("%s %r is made again, and others of cell %s: their values are gone", kind, name, earlier)
+            logger.warning(
+                "this cell makes again what an earlier one has made, such as %s %r: earlier values are gone", kind, name
+            )
         return earlier
 
 
