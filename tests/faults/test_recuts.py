@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.moves.plan import Plan, ProposedCut
 from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.ps.client.reduction import REDUCED_BYTES
 
 ROWS, DIM, BATCH = 4000, 4, 256
 Ids = npt.NDArray[np.int64]
@@ -307,12 +309,105 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         # What the two workers keep of 0.3 in bfloat16 is less than its last place; rounding it 20 times would be 0.016.
         np.testing.assert_allclose(encoded.numpy(), np.full((8, 2), -6.0), atol=4e-3)
         assert strategy.rebalance() == []
-    with SynchronousStrategy(armed.cluster, ps_timeout=TIMEOUT) as together:
-        with together.scope():
-            Variable(np.zeros((8, 2), np.float32), name="plain")
-        applied = together.apply(replace(plan, cuts=plan.cuts[:1], before=(0.0, 0.0), after=(0.0, 0.0)))
-        assert applied.left[0][0] == "plain"
-        assert "replicas step together" in applied.left[0][1]
+
+
+class Replicas:
+    """Steps of two replicas, small ones that are taken together, and those that the servers and the workers combine.
+
+    A step's gradients are ones. The replicas' are summed: Adagrad goes as far by a gradient of 2 as by one of 1.
+    """
+
+    def __init__(self, armed: Armed, strategy: SynchronousStrategy) -> None:
+        self.armed, self.strategy = armed, strategy
+        with strategy.scope():
+            self.small = Variable(np.zeros(8), name="small")
+            self.large = Variable(np.zeros((REDUCED_BYTES // 8, 3)), name="large")  # the workers reduce its gradient
+            self.table = Variable(np.zeros((ROWS, DIM), np.float32), name="table")
+            sgd, momentum = optimizers.SGD(1.0, name="sgd"), optimizers.SGD(1.0, momentum=0.5, name="momentum")
+            adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+        self.is_stale, self.has_backup = bool(strategy.step_options.staleness), bool(strategy.step_options.backup)
+        self.expected = self.velocity = 0.0
+        self.steps = 0
+        small, large, table, ids = self.small, self.large, self.table, np.arange(0, ROWS, 7)
+
+        def dense() -> None:
+            momentum.apply_gradients([(np.ones(small.shape), small)])
+
+        def step() -> int:
+            assert (small.numpy() == small.numpy()[0]).all()
+            ones = IndexedSlices(np.ones((len(ids), DIM), np.float32), ids)
+            sgd.apply_gradients([(np.ones(large.shape), large)])
+            adagrad.apply_gradients([(ones, table)])
+            return table.num_shards
+
+        self.dense, self.step, self.ids = dense, step, ids
+
+    def run(self) -> None:
+        """Take steps of both kinds."""
+        self.strategy.run(self.step, steps=2)
+        self.steps += 2
+        if not self.is_stale:
+            self.strategy.run(self.dense, steps=5)
+            for _ in range(5):
+                self.velocity = 0.5 * self.velocity - (1.0 if self.has_backup else 2.0)
+                self.expected += self.velocity
+
+    def cuts(self, shards: int) -> Plan:
+        """Return a plan that gives each variable this many shards more."""
+        cuts = (
+            ProposedCut(each.name, 0, 0.9, each.num_shards, each.num_shards + shards, each is self.table)
+            for each in (self.small, self.large, self.table)
+        )
+        return replace(self.strategy.plan("bytes"), moves=(), cuts=tuple(cuts))
+
+    def check(self) -> None:
+        """All steps have counted, and once."""
+        counts = np.zeros(ROWS, np.int64)
+        counts[self.ids] = self.steps * (2 if self.is_stale else 1)
+        np.testing.assert_allclose(self.table.numpy(), values_after(counts), rtol=1e-5)
+        assert (self.large.numpy() == self.steps * (-1.0 if self.has_backup else -2.0)).all()
+        np.testing.assert_allclose(self.small.numpy(), np.full(8, self.expected), rtol=1e-9)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("options", "point"),
+    [({}, "ps.fill.after"), ({"staleness": 2}, "ps.capture.after"), ({"backup": 1}, "ps.adopt_cut.before")],
+    ids=str,
+)
+def test_replicas_that_step_together(armed: Armed, job: Job, options: dict[str, Any], point: str) -> None:
+    """Their variables are cut between two calls; steps go on, and count once, whoever dies."""
+    job.strategy.close()
+    with SynchronousStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=TIMEOUT, **options) as strategy:
+        replicas = Replicas(armed, strategy)
+        replicas.run()
+        with ThreadPoolExecutor(1) as pool:
+            applying = pool.submit(strategy.apply, replicas.cuts(1))
+            while not applying.done():
+                replicas.run()
+        applied = applying.result()
+        assert [(cut.variable, cut.num_shards) for cut in applied.cuts] == [("small", 3), ("large", 3), ("table", 3)]
+        assert applied.left == ()
+        replicas.run()
+        assert strategy.run(replicas.step).values == (3, 3)
+        replicas.steps += 1
+        replicas.check()
+        armed.arm(f"ps/{point}=kill@1")
+        armed.cluster.kill("worker", 0, signal.SIGKILL)
+        try:
+            strategy.apply(replicas.cuts(1))
+        except PsClusterError as error:
+            assert not DEATHS[point]
+            assert "is cut as before" in str(error)  # noqa: PT017
+            replicas.run()
+            strategy.apply(replicas.cuts(1))
+        armed.until_struck(f"ps/{point}=kill@1", calls=False)
+        replicas.run()
+        replicas.check()
+        for index in range(2):
+            armed.cluster.kill("ps", index, signal.SIGKILL)
+        replicas.run()
+        replicas.check()
 
 
 SCRIPT = """
@@ -327,6 +422,11 @@ SCRIPT = """
     from tests.faults.steps import note
 
     strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    if strategy.resumed:  # its variables are not made again yet
+        there = len(strategy.client.describe_variable("trained").owners)
+        unmade = ProposedCut("trained", 0, 0.9, there, there + 1, True)
+        ((_, why),) = strategy.apply(replace(strategy.plan(), moves=(), cuts=(unmade,))).left
+        assert "the script has not made it yet" in why, why
     with strategy.scope():
         trained = Variable(np.zeros((32, 2), np.float32), name="trained")
         rows = EmbeddingTable(2, initializer=initializers.Zeros(), name="rows", num_shards=2)

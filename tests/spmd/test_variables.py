@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.spmd.conftest import MakeMesh
 from pscluster import spmd
 from pscluster.coordinator import ClusterCoordinator, Variable, initializers
 from pscluster.coordinator import optimizers as whole_optimizers
+from pscluster.coordinator.moves.plan import ProposedCut
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.spmd import UNSHARDED, DVariable, Layout, LayoutMap, optimizers
 
@@ -277,6 +279,9 @@ def test_where_blocks_live(workers: ClusterCoordinator) -> None:
     assert [shard.shape for shard in v.variable.variables] == [(3, 2), (3, 2), (2, 2), (2, 2), (2, 2), (2, 2)]
     assert set(v.variable.owners) == {0, 1}
     assert v.variable in workers.strategy.variables
+    cut = ProposedCut(v.variable.name, 0, 0.9, 6, 12, by_rows=True)
+    ((_, why),) = workers.strategy.apply(replace(workers.strategy.plan("bytes"), moves=(), cuts=(cut,))).left
+    assert "its shards are the blocks of a global array" in why
     with pytest.raises(MisuseError, match="is in this process: there are no parameter servers"):
         variable(W, [None, None], spmd.create_mesh({"x": 2})).variable  # noqa: B018
     with pytest.raises(MisuseError, match="there is already a variable"):

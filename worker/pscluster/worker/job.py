@@ -140,8 +140,10 @@ class Job:
                 self._placements = count
 
     def know_cuts(self, specs: Sequence[ps_pb2.VariableSpec]) -> None:
-        """Have the functions that come from now on use variables as they are cut by now."""
-        self._client.placements.learn(specs)
+        """Have the functions that come from now on use variables as they are cut by now; drop copies of others."""
+        with self._placing:
+            self._client.placements.learn(specs)
+            self.joint_copies.clear()
 
     def move_server(self, peer: PeerAddress) -> None:
         """Dial a server there from now on, also for what waits for it."""

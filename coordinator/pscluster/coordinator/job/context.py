@@ -67,6 +67,12 @@ class Saver(Protocol):
         """Wait for the current write, unless a server is unreachable, and begin no other."""
 
 
+class Settle(Protocol):
+    """What makes all servers have the same synchronous steps: see `SynchronousRun.settle`."""
+
+    def __call__(self, *, anew: bool = False) -> None: ...
+
+
 class Sender(Protocol):
     """What reads and updates variables later than it is told to: before a checkpoint, or a restore, if told by then."""
 
@@ -93,7 +99,7 @@ class JobContext:
     dispatcher: Dispatcher | None = None  # hands out functions, once there is a ClusterCoordinator
     coordinator: object = None  # that ClusterCoordinator
     dataset_progress: DatasetProgress | None = None  # once there is a ClusterCoordinator
-    settle_steps: Callable[[], None] = lambda: None  # makes all servers have the same synchronous steps
+    settle_steps: Settle = lambda **_: None  # makes all servers have the same synchronous steps
     metrics: CoordinatorMetrics = field(default_factory=CoordinatorMetrics)
     event_log: EventLog = field(default_factory=EventLog)  # what has happened, for observers
     partly_applied: PartlyApplied = field(default_factory=PartlyApplied)

@@ -35,7 +35,7 @@ def apply_plan(job: HasJob, plan: Plan, *, synchronous: bool = False) -> Applied
 
     `synchronous`: replicas step together. MisuseError if it does not fit, and whatever a move or a cut raises.
     """
-    mover, recutter = ShardMover(job, hold=synchronous), Recutter(job, synchronous=synchronous)
+    mover, recutter = ShardMover(job, hold=synchronous), Recutter(job)
     with job.context.moving:
         mover.check(plan)
         why_not = {cut.variable: recutter.why_not(cut) for cut in plan.cuts}

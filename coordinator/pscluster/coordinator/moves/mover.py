@@ -89,12 +89,14 @@ class _Course:
 def held(context: JobContext) -> Iterator[None]:
     """Let no function run within the block, which begins when all servers have applied all synchronous steps.
 
+    They have nothing staged of other steps, then, unless another thread of the script is about to take some.
+
     WaitTimeoutError if a function runs too long.
     """
     with contextlib.ExitStack() as cut:
         if (dispatcher := context.dispatcher) is not None:
             cut.enter_context(dispatcher.waits.barrier(HOLD_SECONDS))
-            context.settle_steps()
+            context.settle_steps(anew=True)
         yield
 
 

@@ -19,6 +19,11 @@ script (`ps.client.cuts.Gate`). So there is no update under way, none that a ret
 reader. Functions that are retried later begin anew, with the new number; those with a key that have ended are
 recognized by what the new shards remember: each new shard the updates that any old one has had.
 
+Where replicas step together, the barrier lies between two calls of `run`. There all servers apply the steps that are
+committed, and drop what else is staged of them (`held`); CAPTURE is refused by one that has something of such a step.
+Steps are counted by run and server, not by shard, so a server that gets shards goes on with the next one. Copies that
+replicas keep from one call to the next are dropped when their worker learns of the cut.
+
     MAKE -> CAPTURE -> COPY -> SEAL -> DECIDE -> ADOPT -> CUT
       |        |        |       |        |
       +--------+--------+-------+--------+--refused--> ABANDON -> UNDONE

@@ -80,8 +80,8 @@ class _Course:
 class Recutter:
     """Cuts variables of one job otherwise, one at a time. Thread-safe."""
 
-    def __init__(self, job: HasJob, *, synchronous: bool = False) -> None:
-        self._context, self._synchronous = job.context, synchronous
+    def __init__(self, job: HasJob) -> None:
+        self._context = job.context
 
     def why_not(self, cut: ProposedCut) -> str:
         """Return why a cut can't be made while the job lives; "" if it can."""
@@ -91,9 +91,11 @@ class Recutter:
             return f"it has {cut.num_shards} shards, and is to have {cut.proposed}"
         if not spec.HasField("table") and cut.proposed <= cut.num_shards:
             return "it has no more rows to be cut into more shards"
-        if self._synchronous:
-            return "replicas step together, on copies of it: give it another partitioner in the script"
-        if known is not None and known.joined:
+        if known is None:
+            return "the script has not made it yet, and it may be a global array's: apply a plan after that"
+        if known.laid_out:
+            return "its shards are the blocks of a global array: make that with another layout, in a new variable"
+        if known.joined:
             return (
                 "it is one of several variables that were joined as shards of one: move it, join more and smaller "
                 "ones, or make one variable with a partitioner"

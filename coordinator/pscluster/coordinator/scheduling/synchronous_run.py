@@ -83,17 +83,23 @@ class SynchronousRun:
         message.MergeFrom(self._options)
         return message
 
-    def settle(self) -> None:
+    def settle(self, *, anew: bool = False) -> None:
         """Have all servers apply what is committed, if the last call failed and could not do that.
 
-        UnavailableError if a server can't be reached. Does nothing while steps are taken.
+        UnavailableError if a server can't be reached. Does nothing while steps are taken. `anew`: also if that was
+        done: a server that has restarted since may have found in its log what an attempt had staged that failed.
         """
         if self._lock.acquire(blocking=False):
             try:
-                if not self._settled:
+                if not self._settled or (anew and self._stages):
                     self._settle()
             finally:
                 self._lock.release()
+
+    @property
+    def _stages(self) -> bool:
+        """Whether there is a run whose contributions are staged, and would be taken."""
+        return bool(self._id) and self._term == self._updater.term and not self._options.staleness
 
     def _committed(self, steps: int, left_behind: bool = False) -> None:
         if left_behind:

@@ -101,8 +101,6 @@ class VariableCreator:
             if new.name in self._variables:
                 self._placer.release(partition_of(old), dtype, list(old.owners))
                 self._placer.adopt(partition_of(new), dtype, list(new.owners))
-            elif new.name in self._live.variables:
-                self._live.variables[new.name] = new
         self._client.placements.learn([new])
 
     @property

@@ -384,6 +384,11 @@ class ReplicaSteps:
         }
         self._exchanges.exchange("pull", requests, lambda *_: None, None)
 
+    def begin_on(self, servers: Sequence[int]) -> None:
+        """Have these servers apply all steps that are committed, and drop what else is staged of earlier epochs."""
+        requests = {index: self._request(_Kind.OPEN, None) for index in servers}
+        self._exchanges.send_updates(requests, lambda *_: None, None)
+
     def _clear(self) -> None:
         self._contributed.clear()
         self._updated.clear()

@@ -176,7 +176,7 @@ class Updater:
     def settle_run(self, run: int, epoch: int) -> int:
         """Begin an epoch of a synchronous run, outside of functions; return how many of its steps are committed.
 
-        When this returns, all servers have applied these steps, and no other one will be committed in an earlier epoch.
+        When this returns, all servers have applied these steps, and have nothing else of this or an earlier epoch.
         """
         sequence, settled = self._next_sequence()
         try:
@@ -188,6 +188,7 @@ class Updater:
             )
             state = steps.open()
             steps.go_on(state)
+            steps.begin_on(range(1, len(self._exchanges.servers)))
             return state.committed
         finally:
             with self._lock:

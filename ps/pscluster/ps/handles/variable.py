@@ -150,6 +150,8 @@ class Variable(VariableUpdates, ReadableVariable, Handle):
     """The number that it was created under, by which handles name it: it stays when it is cut otherwise."""
     joined = False
     """Whether it is, in this process, a shard of several variables that were joined."""
+    laid_out = False
+    """Whether its shards are, in this process, the blocks of a global array's layout, and must stay so."""
     # Modules that build on this one set these.
     _sharded_type: ClassVar[type[Variable]]
     _table_type: ClassVar[type[Variable]]

@@ -196,8 +196,7 @@ class Moves:
 
     def _freeze(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
         _, shard = store.directory.find(request.variable, request.shard)
-        if any(change.shard is shard for staged in store.runs.staged() for change in staged.changes):
-            raise StaleError("a synchronous step that changes the shard is under way")
+        store.check_not_staged(shard)
         store.count_reads()
         with shard.lock:
             shard_pages = _tracked(shard, request)

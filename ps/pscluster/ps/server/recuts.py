@@ -176,6 +176,7 @@ class Recuts:
     def _capture(self, store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
         known = self._check_under_way(store, request)
         held, shard = store.directory.find(known.old, request.shard)
+        store.check_not_staged(shard)
         store.count_reads()
         reply = ps_pb2.MoveReply()
         with shard.lock:

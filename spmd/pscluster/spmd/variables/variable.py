@@ -332,6 +332,7 @@ def _on_servers(
             f"variable {made.name!r} is on the servers already, and cut otherwise than {layout!r} does: give the "
             "layout that it was made with, or restore a checkpoint into new servers"
         )
+    made.laid_out = True
     return made
 
 

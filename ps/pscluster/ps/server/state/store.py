@@ -101,6 +101,11 @@ class Store:
             arriving.wait(ARRIVING_SECONDS)
         return self.directory.find(variable, shard)
 
+    def check_not_staged(self, shard: Shard) -> None:
+        """Raise StaleError if a synchronous step that changes a shard is, or may be, under way."""
+        if any(change.shard is shard for staged in self.runs.staged() for change in staged.changes):
+            raise StaleError("a synchronous step that changes the shard is under way")
+
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
         with self._lock:
             self.directory.put_optimizer(optimizer)

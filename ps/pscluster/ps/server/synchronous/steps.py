@@ -68,7 +68,7 @@ class StepPath:
     ) -> ps_pb2.UpdateReply:
         """Take a contribution whose payload has wholly arrived, or a question about a run."""
         of = request.contribution
-        if (of.kind not in _AT_FIRST) if store.index == 0 else (of.kind != ps_pb2.Contribution.STAGE):
+        if of.kind not in (_AT_FIRST if store.index == 0 else _AT_OTHERS):
             raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
         if of.kind in _WITHOUT_ITEMS and request.items:
             raise ProtocolError("updates with a question about a synchronous run")
@@ -172,6 +172,8 @@ class StepPath:
             return ps_pb2.StepState(committed=run.applied, ended=run.ended)
 
     def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+        if store.index:
+            self._settle(store, of.run, of.step, of.after)
         with store.runs.changed:
             run = store.runs.idle(of.run)
             if of.backup:
@@ -275,6 +277,7 @@ _Kind = ps_pb2.Contribution
 _State = ps_pb2.StepState
 _WITHOUT_ITEMS = _Kind.OPEN, _Kind.WAIT, _Kind.REDUCE, _Kind.TICK, _Kind.READY
 _AT_FIRST = *_WITHOUT_ITEMS, _Kind.COMMIT
+_AT_OTHERS = _Kind.STAGE, _Kind.OPEN
 _PLACES = {Place.ADMITTED: _State.ADMITTED, Place.LATE: _State.LATE, Place.EARLY: _State.EARLY}
 
 
