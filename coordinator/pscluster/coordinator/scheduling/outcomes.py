@@ -148,8 +148,8 @@ class Outcomes:
     def hand_over(self, index: int) -> bool:
         """Send a worker its next functions, if its writer is waiting and they need no preparation. Under the lock.
 
-        Returns False if the writer should check the queue. A worker that has functions and gets no more now does not
-        need it: the writer would find the same, and another outcome will come.
+        Returns False if the writer should check the queue. It need not for a worker that gets no more now and either has
+        functions, since another outcome will come, or could not take over any: the writer would find the same.
 
         After Ctrl-C between `send` and `give` a function is sent again, and its updates count once.
         """
@@ -158,7 +158,7 @@ class Outcomes:
         if not worker.idle or not handle.built.issuperset(self._definitions.resources):
             return False
         tasks = self._scheduler.offer(index)
-        if not tasks and worker.sent:
+        if not tasks and (worker.sent or self._scheduler.has_nothing_for(index)):
             return True
         if connection is None or not 0 < len(tasks) <= MAX_DIRECT:
             return False

@@ -546,6 +546,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.sent[stolen[0]] is held
             assert 0 < len(stolen[1]) < len(held)
             assert list(stolen[1]) == held[-len(stolen[1]) :], "the later ones: what it runs is the first"
+        is_free = self.idle[index] and not self.has(index)
+        assert self.scheduler.has_nothing_for(index) == (is_free and not self.queued() and len(held) < 2)
 
     def has(self, index: int) -> bool:
         """Return whether the worker runs anything."""

@@ -217,13 +217,21 @@ class Assignments(TaskQueue[P]):
         """Return whom to recall tasks from for an idle worker while the queue is empty, and which: the later half."""
         if not self.workers[index].free or self.queued or self.error is not None or self.gangs.holds(index) is not None:
             return None
-        # The members of a gang are not for another worker.
-        given = [[task for task in worker.sent.values() if task.gang is None] for worker in self.workers]
-        index = max(range(len(given)), key=lambda i: len(given[i]))
-        tasks = given[index]
+        index, tasks = self._most_given()
         if len(tasks) < 2 or self.workers[index].recalled:
             return None
         return index, tasks[(len(tasks) + 1) // 2 :]
+
+    def _most_given(self) -> tuple[int, list[Task[P]]]:
+        """Return the worker that has most tasks that another one could run, and these."""
+        # The members of a gang are not for another worker.
+        given = [[task for task in worker.sent.values() if task.gang is None] for worker in self.workers]
+        index = max(range(len(given)), key=lambda i: len(given[i]))
+        return index, given[index]
+
+    def has_nothing_for(self, index: int) -> bool:
+        """Return whether nothing is queued, and there is nothing that a free worker could take over from another one."""
+        return self.workers[index].free and not self.queued and len(self._most_given()[1]) < 2
 
     def begin_recall(self, index: int) -> None:
         """Note that a worker is being asked for some of its tasks: nothing is stolen from it meanwhile."""
