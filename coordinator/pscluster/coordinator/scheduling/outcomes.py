@@ -148,7 +148,7 @@ class Outcomes:
     def hand_over(self, index: int) -> bool:
         """Send a worker its next functions, if its writer is waiting and they need no preparation. Under the lock.
 
-        Returns False if the writer should check the queue. It need not for a worker that gets no more now and either has
+        Returns False if the writer should check the queue. It need not for a worker that gets no more now and has
         functions, since another outcome will come, or could not take over any: the writer would find the same.
 
         After Ctrl-C between `send` and `give` a function is sent again, and its updates count once.

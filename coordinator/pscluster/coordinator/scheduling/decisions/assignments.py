@@ -230,7 +230,7 @@ class Assignments(TaskQueue[P]):
         return index, given[index]
 
     def has_nothing_for(self, index: int) -> bool:
-        """Return whether nothing is queued, and there is nothing that a free worker could take over from another one."""
+        """Return whether nothing is queued, and a free worker could not take anything over from another."""
         return self.workers[index].free and not self.queued and len(self._most_given()[1]) < 2
 
     def begin_recall(self, index: int) -> None:
