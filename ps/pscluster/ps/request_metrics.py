@@ -58,13 +58,13 @@ class ShardTraffic:
     def __init__(self, nbytes: float = 0.0) -> None:
         self._nbytes, self._at = nbytes, time.monotonic()
 
-    def add(self, nbytes: int) -> None:
-        self.recent()  # before: nothing is called between the reading and the writing of a counter
+    def add(self, nbytes: int, now: float | None = None) -> None:
+        self.recent(now)  # before: nothing is called between the reading and the writing of a counter
         self._nbytes += nbytes
 
-    def recent(self) -> float:
-        """Return the bytes, those of one half-life ago counted half."""
-        now = time.monotonic()
+    def recent(self, now: float | None = None) -> float:
+        """Return the bytes, those of one half-life ago counted half. `now`: as of `time.monotonic`."""
+        now = time.monotonic() if now is None else now
         if (past := now - self._at) > 1.0:
             self._at = now
             self._nbytes *= 0.5 ** (past / TRAFFIC_HALF_LIFE)

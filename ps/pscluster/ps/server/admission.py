@@ -21,7 +21,7 @@ import grpc
 from pscluster.core.errors import InvalidUpdateError, PSUnavailableError
 from pscluster.core.transport.frames import ALIGNMENT, padding
 from pscluster.ps.row_ids import bytes_by
-from pscluster.ps.server.requests.update_checks import Change
+from pscluster.ps.server.requests.changes import Change
 from pscluster.v1 import ps_pb2
 
 DEFAULT_MIB = 256

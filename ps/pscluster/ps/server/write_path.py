@@ -34,8 +34,8 @@ from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.array_pool import ArrayPool
 from pscluster.ps.server.admission import Budget, check_amount
 from pscluster.ps.server.requests import creation, update_checks, updates
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload, Staging
-from pscluster.ps.server.requests.update_checks import Change
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.state.shard import Array
 from pscluster.ps.server.state.store import Store

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.ps.server.embedding.table_changes import record_bytes
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
-from pscluster.ps.server.requests.update_checks import Change
 from pscluster.ps.server.requests.updates import Applied
 from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.server.state.store import Store

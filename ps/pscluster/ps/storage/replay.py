@@ -13,8 +13,8 @@ from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps.row_ids import bytes_by
 from pscluster.ps.server.requests import creation, update_checks, updates
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
-from pscluster.ps.server.requests.update_checks import Change
 from pscluster.ps.server.state.directory import Contents, HeldOptimizer, HeldVariable
 from pscluster.ps.server.state.losses import UNKNOWN
 from pscluster.ps.server.state.shard import Shard

@@ -15,7 +15,7 @@ from tests.ps.storage.support import padded
 from pscluster.core.errors import InvalidUpdateError, ShardMovedError
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim import joint, rules
-from pscluster.ps.server.requests import creation, update_checks, update_values, updates
+from pscluster.ps.server.requests import changes, creation, update_checks, update_values, updates
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.requests.updates import Applied
 from pscluster.ps.server.state.directory import HeldOptimizer
@@ -141,10 +141,25 @@ def test_one_run_of_the_rule_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, gradients[:1], 3)  # it is a step ahead now
     push(store, gradients, 4)
     assert runs == [5, 2, 3, 4]
-    for module in (update_checks, updates):  # 160, 160, 6, 30 and 240 of which the last exceeds its half
+    for module in (changes, updates):  # 160, 160, 6, 30 and 240 of which the last exceeds its half
         monkeypatch.setattr(module, "MAX_ELEMENTS", 400)
     push(store, gradients[1:], 5)
     assert runs[4:] == [3]
+
+
+def test_what_is_known_of_gradients_follows_the_optimizer() -> None:
+    """An optimizer of another form takes the place of the one by which gradients were just applied."""
+    store, gradients = new_store(), [(number, None, np.ones(SHAPES[number], np.float32)) for number in (3, 5)]
+
+    def joins() -> list[int]:
+        request, total, _ = request_of(gradients, 1)
+        return [change.joins for change in update_checks.check_update(store, request, total)]
+
+    assert joins() == joins() == [6, 240]
+    rule = rules.Adam(0.1)
+    averaging = ps_pb2.OptimizerSpec(id=1, name=rule.name, rule=rule.name, ema_momentum=0.5)
+    store.put_optimizer(HeldOptimizer(averaging, rule))
+    assert joins() == [0, 0]
 
 
 def test_a_shard_in_use_is_waited_for_with_no_other_lock_held() -> None:

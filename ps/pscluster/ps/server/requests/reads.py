@@ -210,7 +210,7 @@ def segments(
         ):
             end = time.monotonic()
             held.metrics.read(size, end - begin, item.rows.ids)
-            traffic.add(size)
+            traffic.add(size, end)
             begin = end
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
@@ -17,11 +16,11 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
 from pscluster.ps import row_ids
-from pscluster.ps.optim.joint import MAX_ELEMENTS
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.row_ids import RowIds
 from pscluster.ps.server.embedding import table_changes
 from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.changes import Change, plain_gradient
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.requests.selection import Array, Box, box_of, check_ids, table_of
 from pscluster.ps.server.state.dedup import Origin
@@ -29,7 +28,7 @@ from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.state.metadata import check_texts
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
-from pscluster.ps.spec import MAX_TOGETHER, METADATA, OWN_RULE, SESSION_BYTES, check_kind
+from pscluster.ps.spec import MAX_TOGETHER, METADATA, check_kind
 from pscluster.v1 import ps_pb2
 
 ARITHMETIC: dict[int, np.ufunc] = {
@@ -51,51 +50,6 @@ _BY_OPTIMIZER = ps_pb2.APPLY_GRADIENT, ps_pb2.APPLY_CHANGE
 
 _BY_BLOCK = ps_pb2.ASSIGN, ps_pb2.ADD, ps_pb2.SUB
 """Besides gradients, what one replica of a synchronous step may do with a whole shard."""
-
-
-@dataclass(slots=True)  # not frozen: that would make the creation take three times as long
-class Change:
-    """A checked item of an update: what it changes, and where its bytes are in the payload. Not changed itself."""
-
-    item: ps_pb2.UpdateItem
-    held: HeldVariable
-    shard: Shard
-    optimizer: HeldOptimizer | None
-    index: Box | None
-    ids_at: int
-    values_at: int
-    joins: int = 0  # the elements of a gradient that may be applied together with others; 0: it is applied alone
-
-    @property
-    def encoded(self) -> bool:
-        """Whether its values are a gradient in another type, or only some elements of one."""
-        return bool(self.item.wire_dtype or self.item.elements)
-
-    @property
-    def decoded_bytes(self) -> int:
-        """The memory that its values take, in addition to what has come, while they are applied."""
-        elements = self.item.rows.ids * self.unit or self.item.elements
-        return self.item.value_bytes + elements * 4 if self.encoded and elements else 0  # joined, and in float32
-
-    @property
-    def unit(self) -> int:
-        """The number of elements of each of its rows, or of the shard."""
-        if self.held.spec.HasField("table"):
-            return self.held.spec.table.dim
-        if self.item.rows.WhichOneof("kind") != "ids":
-            return self.shard.array.size
-        return math.prod(self.shard.array.shape[self.item.rows.leading or 1 :])
-
-    @property
-    def table(self) -> Array:
-        """The shard as rows, which are numbered over its first axis."""
-        return table_of(self.shard.array, 1, self.held.spec.name)
-
-    @property
-    def replaces_array(self) -> bool:
-        """Whether it assigns a whole shard, whose array may be replaced: prepared reads hold views of small ones."""
-        whole = self.item.kind == ps_pb2.ASSIGN and self.item.rows.WhichOneof("kind") == "all" and not self.item.scalar
-        return whole and self.shard.array.nbytes > SESSION_BYTES
 
 
 def check_update(
@@ -126,6 +80,11 @@ def changes_of(
     """Return what each item of an update changes, and where its bytes are. Refuse items that do not fit."""
     changes, at = [], 0
     for item in request.items:
+        if (change := plain_gradient(store, item, at)) is not None:
+            changes.append(change)
+            size = item.value_bytes
+            at = change.values_at + size + padding(size)
+            continue
         if item.kind == ps_pb2.PUT:
             if context is not None:
                 check_coordinator(context, "a job's metadata")
@@ -177,8 +136,7 @@ def changes_of(
             raise InvalidUpdateError(
                 f"got {item.value_bytes} bytes of values for shard {item.shard} of {name!r}, expected {expected}"
             )
-        joins = _joins(item, held, shard, optimizer, expected) if optimizer is not None else 0
-        changes.append(Change(item, held, shard, optimizer, index, ids_at, at, joins))
+        changes.append(Change(item, held, shard, optimizer, index, ids_at, at))
         at += expected + padding(expected)
     if at != total_bytes:
         raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
@@ -268,28 +226,6 @@ def _put_of(store: Store, item: ps_pb2.UpdateItem, at: int) -> Change:
     return Change(item, store.directory.held_metadata, store.directory.metadata, None, None, at, at)
 
 
-def _joins(
-    item: ps_pb2.UpdateItem, held: HeldVariable, shard: Shard, optimizer: HeldOptimizer, value_bytes: int
-) -> int:
-    """Return how many elements a gradient has that may be applied together with others; 0 if it may not."""
-    array = shard.array
-    if (
-        item.kind != ps_pb2.APPLY_GRADIENT
-        or not 0 < value_bytes <= MAX_ELEMENTS * array.itemsize // 2
-        or optimizer.spec.rule == OWN_RULE
-        or optimizer.spec.ema_momentum
-        or compute_dtype(held.dtype) != held.dtype
-        or item.wire_dtype
-        or item.elements
-        or item.gradients
-        or item.HasField("offset")
-        or held.spec.HasField("table")
-        or (item.rows.leading > 1 and item.rows.WhichOneof("kind") == "ids")
-    ):
-        return 0
-    return value_bytes // array.itemsize
-
-
 class Rows(NamedTuple):
     """The row numbers of an item, or ids of a table, which are checked; None if it has none."""
 
@@ -297,12 +233,18 @@ class Rows(NamedTuple):
     join: bool  # whether these are strictly ascending, if there are any
 
 
+_ALL_ROWS = Rows(None, True)
+
+
 def checked_rows(change: Change, payload: Payload) -> Rows:
     """Return an item's row numbers as `checked_ids`."""
-    if not change.joins or change.item.rows.WhichOneof("kind") != "ids":
+    if not change.joins:
         return Rows(checked_ids(change, payload), True)
-    ids = payload.ids(change.ids_at, change.item.rows)
-    if not (join := bool((ids[1:] > ids[:-1]).all())) or (len(ids) and not 0 <= ids[0] <= ids[-1] < len(change.table)):
+    if change.rows < 0:
+        return _ALL_ROWS
+    ids = payload.array(change.ids_at, change.rows, np.int64)
+    join = np.count_nonzero(ids[1:] > ids[:-1]) == len(ids) - 1
+    if not (join and ids.item(0) >= 0 and ids.item(-1) < change.shard.array.shape[0]):
         check_ids(change.table, ids, change.held.spec.name)
     return Rows(ids, join)
 

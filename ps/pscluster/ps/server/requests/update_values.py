@@ -15,9 +15,10 @@ from pscluster.ps.optim.joint import Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
 from pscluster.ps.server.embedding import tables
 from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Ids, Payload
 from pscluster.ps.server.requests.selection import Array, table_of
-from pscluster.ps.server.requests.update_checks import ARITHMETIC, Change
+from pscluster.ps.server.requests.update_checks import ARITHMETIC
 from pscluster.ps.server.state.metadata import Metadata
 from pscluster.ps.spec import OWN_RULE
 from pscluster.v1 import ps_pb2
@@ -185,18 +186,21 @@ def _add(change: Change, ids: Ids | None, array: Array, payload: Payload) -> Non
 def apply_joined(changes: Sequence[tuple[Change, Ids | None]], payload: Payload) -> None:
     """Apply gradients that join each other, and are for the same step. Needs the locks of their shards."""
     first, _ = changes[0]
-    assert first.optimizer is not None  # see `_joins`
+    assert first.optimizer is not None  # see `plain_gradient`
     optimizer, rule, dtype = first.optimizer.spec.id, first.optimizer.rule, first.held.dtype
     parts, names = [], list(rule.slots)
     for change, ids in changes:
         shard = change.shard
-        have_slots(change)
-        arrays = [shard.array, *map(shard.slots[optimizer].__getitem__, names)]
+        if optimizer not in shard.slots:
+            have_slots(change)
+        slots = shard.slots[optimizer]
+        arrays = [shard.array, *[slots[name] for name in names]]
         if ids is None:
             shard.before_span_changes(0, shard.array.size)
         else:
             shard.before_rows_change(ids)
-            arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
+            if shard.array.ndim != 2:
+                arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
         parts.append(Part(arrays, payload.array(change.values_at, change.joins, dtype), ids))
     step = first.shard.steps.get(optimizer, 0) + 1
     apply_together(rule, parts, step)

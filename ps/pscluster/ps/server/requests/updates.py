@@ -22,10 +22,12 @@ from pscluster.ps.row_ids import RowIds
 from pscluster.ps.server.embedding import table_changes
 from pscluster.ps.server.embedding.table_changes import RowChanges
 from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
-from pscluster.ps.server.requests.update_checks import Change, Rows, checked_rows, origin_of
+from pscluster.ps.server.requests.update_checks import Rows, checked_rows, origin_of
 from pscluster.ps.server.requests.update_values import apply_joined, apply_values, have_slots
 from pscluster.ps.server.state.dedup import Origin
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -52,35 +54,37 @@ def apply(
     store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
     rows_of = [checked_rows(change, payload) for change in changes]
     for change in changes:
-        if change.encoded:
+        if not change.joins and change.encoded:
             encoded.check_values(change.item, change.values_at, change.unit, payload, change.held.spec.name)
-    reply = ps_pb2.UpdateReply(boot_id=store.losses.boot_id)
-    done = 0
+    boot_id, metrics = store.losses.boot_id, store.metrics
+    reply = ps_pb2.UpdateReply(boot_id=boot_id)
+    done = repeated = 0
     while done < len(changes):
         begin = time.monotonic()
         group = _locked(store, changes, rows_of, done)
         try:
             counts = _apply_once(store, request.job, origin, group, rows_of[done:], payload, applied)
-            for change, count in zip(group, counts, strict=True):
-                if count:
-                    if change.item.boot_id == reply.boot_id:
-                        store.metrics.staleness.add(count - 1 - change.item.seen)
-                    reply.applied += 1
-                else:
-                    store.metrics.duplicates += 1
-                    reply.repeated_ += 1
-                applied.counts.append(count)
-                reply.updates.append(change.shard.updates)
+            applied.counts += counts
+            reply.updates.extend([change.shard.updates for change in group])
         finally:
             for change in group:
                 change.shard.lock.release()
-        seconds = (time.monotonic() - begin) / len(group)
+        now = time.monotonic()
+        seconds = (now - begin) / len(group)
         for change, count in zip(group, counts, strict=True):
-            if count:
-                change.held.metrics.updated(change.item.value_bytes, seconds, change.item.rows.ids)
-                change.shard.traffic.add(change.item.value_bytes)
-                reach("ps.ledger.after")
+            if not count:
+                repeated += 1
+                continue
+            item = change.item
+            if item.boot_id == boot_id:
+                metrics.staleness.add(count - 1 - item.seen)
+            nbytes = item.value_bytes
+            change.held.metrics.updated(nbytes, seconds, item.rows.ids)
+            change.shard.traffic.add(nbytes, now)
+            reach("ps.ledger.after")
         done += len(group)
+    metrics.duplicates += repeated
+    reply.applied, reply.repeated_ = len(changes) - repeated, repeated
     if not origin.function:
         with store.ledger() as ledger:
             ledger.forget_answered(origin.incarnation, request.settled)
@@ -101,7 +105,9 @@ def _locked(store: Store, changes: list[Change], rows_of: Sequence[Rows], start:
         store.metrics.lock_seconds += took
     group, room = [first], MAX_ELEMENTS - first.joins
     if first.joins and rows_of[start].join:
-        step = _step(first)
+        assert first.optimizer is not None  # it joins others
+        optimizer = first.optimizer.spec.id
+        step = _step(first.shard, optimizer)
         for change, rows in zip(changes[start + 1 :], rows_of[start + 1 :], strict=True):
             room -= change.joins
             if not (change.joins and rows.join and room >= 0 and change.optimizer is first.optimizer):
@@ -109,7 +115,7 @@ def _locked(store: Store, changes: list[Change], rows_of: Sequence[Rows], start:
             if change.held.dtype != first.held.dtype or not change.shard.lock.acquire(blocking=False):
                 break  # its own shard, too, if it is in the group
             group.append(change)
-            if change.shard.moved or change.shard.frozen is not None or _step(change) != step:
+            if change.shard.moved or change.shard.frozen is not None or _step(change.shard, optimizer) != step:
                 group.pop().shard.lock.release()
                 break
     return group
@@ -134,7 +140,8 @@ def _apply_once(
     with store.ledger() as ledger:
         store.check_job(job)  # it may have been taken over since
         ledger.admit(origin)
-        seen = [ledger.seen(origin, change.item.variable, change.item.shard, change.item.nth) for change in group]
+        keys = [(change.item.variable, change.item.shard, change.item.nth) for change in group]
+        seen = ledger.seen(origin, keys)
     fresh = [(change, rows.ids) for change, rows, again in zip(group, rows_of, seen, strict=False) if not again]
     for change, _ in fresh:
         reach("ps.update.before")
@@ -159,8 +166,8 @@ def _apply_once(
     for _ in fresh:
         reach("ps.update.after")
     with store.ledger() as ledger:
+        ledger.record(origin, [key for key, again in zip(keys, seen, strict=True) if not again])
         for change, _ in fresh:
-            ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
             change.shard.updates += 1
     if row_changes is not None and table_changes.has_policy(group[0].held.spec.table):
         applied.tables.append(row_changes.record(len(applied.counts)))
@@ -200,7 +207,7 @@ def replay(
     if origin.function and request.job != store.job:
         return  # of a previous coordinator; the present one numbers its functions anew
     with store.ledger() as ledger:
-        ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
+        ledger.record(origin, [(change.item.variable, change.item.shard, change.item.nth)])
 
 
 def _apply(
@@ -223,8 +230,6 @@ def _apply(
         apply_values(change, ids, payload)
 
 
-def _step(change: Change) -> int:
+def _step(shard: Shard, optimizer: int) -> int:
     """Return the number of the optimizer's last gradient on the shard; -1 if it has no slots there."""
-    assert change.optimizer is not None  # it joins others
-    optimizer = change.optimizer.spec.id
-    return change.shard.steps.get(optimizer, 0) if optimizer in change.shard.slots else -1
+    return shard.steps.get(optimizer, 0) if optimizer in shard.slots else -1

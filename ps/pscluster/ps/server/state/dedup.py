@@ -19,16 +19,16 @@ So memory holds the keys of functions in flight, a few intervals, and one number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.intervals import IntervalSet
 from pscluster.v1 import ps_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The origin of an update: its function (0: none), or the sequence number of the client's request."""
 
     incarnation: int
@@ -36,6 +36,10 @@ class Origin:
     sequence: int
     key: int = 0
     term: int = 0
+
+
+Update = tuple[int, int, int]
+"""Of an update: its variable, its shard, and its number among those of its origin, the n-th."""
 
 
 _Keys = dict[tuple[int, int], set[int]]
@@ -75,8 +79,8 @@ class Ledger:
             if client is not None and origin.sequence < client.settled:
                 raise StaleError(f"request {origin.sequence} was answered long ago: its late copy is not applied")
 
-    def seen(self, origin: Origin, variable: int, shard: int, nth: int) -> bool:
-        """Return whether this update was applied."""
+    def seen(self, origin: Origin, updates: Sequence[Update]) -> list[bool]:
+        """Return of each of these updates whether it was applied."""
         if origin.key:
             keys = self._keyed.get(origin.key)
         elif origin.function:
@@ -84,20 +88,29 @@ class Ledger:
         else:
             client = self.clients.get(origin.incarnation)
             keys = client.keys.get(origin.sequence) if client else None
-        return keys is not None and nth in keys.get((variable, shard), ())
+        if not keys:
+            return [False] * len(updates)
+        return [nth in keys.get((variable, shard), ()) for variable, shard, nth in updates]
 
-    def record(self, origin: Origin, variable: int, shard: int, nth: int) -> None:
-        """Remember that this update has been applied."""
+    def record(self, origin: Origin, updates: Sequence[Update]) -> None:
+        """Remember that these updates have been applied."""
+        if not updates:
+            return
         if origin.key:
             keys = self._keyed.setdefault(origin.key, {})
         elif origin.function:
             keys = self._functions.setdefault(origin.function, {})
-        elif origin.incarnation in self.closed:  # closed while the update was applied: it can't be repeated
+        elif origin.incarnation in self.closed:  # closed while they were applied: they can't be repeated
             return
         else:
             client = self.clients.setdefault(origin.incarnation, _Client())
             keys = client.keys.setdefault(origin.sequence, {})
-        keys.setdefault((variable, shard), set()).add(nth)
+        for variable, shard, nth in updates:
+            known = keys.get((variable, shard))
+            if known is None:
+                keys[variable, shard] = {nth}
+            else:
+                known.add(nth)
 
     def forget_answered(self, incarnation: int, before: int) -> None:
         """Forget a client's requests numbered below `before`, which it will not repeat."""
@@ -189,5 +202,4 @@ class Ledger:
     def record_saved(self, variable: int, shard: int, remembered: Iterable[ps_pb2.SavedKeys]) -> None:
         for keys in remembered:
             origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
-            for nth in keys.nth:
-                self.record(origin, variable, shard, nth)
+            self.record(origin, [(variable, shard, nth) for nth in keys.nth])

@@ -16,6 +16,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,20 @@ class ChangedPages:
             self._changed[np.minimum(first + ahead, last)] = True
 
 
+@dataclass(slots=True)
+class GradientForm:
+    """What plain gradients of a shard by one optimizer have in common: see `pscluster.ps.server.requests.changes`.
+
+    It refers to no shard: else the memory of deleted ones would be freed late.
+    """
+
+    optimizer: Any  # a `HeldOptimizer`
+    itemsize: int
+    nbytes: int  # of a gradient of the whole shard
+    row_bytes: int  # of that of a row; 0: there are no rows
+    joins: bool  # whether they may be applied together with others, if they are small
+
+
 def pages_in(elements: int) -> int:
     """Return how many pages this many elements take."""
     return -(-elements // PAGE_ELEMENTS)
@@ -115,6 +130,7 @@ class Shard:
         self.lock = threading.Lock()
         self.slots: dict[int, dict[str, Array]] = {}  # by optimizer
         self.steps: dict[int, int] = {}
+        self.gradients: GradientForm | None = None  # of the optimizer that was used last
         self.averages: dict[int, Array] = {}
         self._snapshots: list[Snapshot] = []
         self.pages: ChangedPages | None = None  # while it is copied to another server

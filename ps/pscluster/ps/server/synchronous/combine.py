@@ -21,9 +21,9 @@ import numpy as np
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.transport.frames import padded, padding, view
 from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.requests.selection import table_of
-from pscluster.ps.server.requests.update_checks import Change
 from pscluster.v1 import ps_pb2
 
 

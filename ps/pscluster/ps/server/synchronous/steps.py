@@ -26,8 +26,8 @@ from typing import Any
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.ps.server.requests import update_checks
+from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
-from pscluster.ps.server.requests.update_checks import Change
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.clock import MAX_ITERATORS
 from pscluster.ps.server.synchronous.combine import (
