@@ -11,6 +11,9 @@ import numpy as np
 
 from pscluster.ps.optim.rule import Array
 
+_LINE = 64
+"""Bytes of a cache line; also elements, so that arrays of any type that follow each other begin with one."""
+
 
 def items_of(table: Array) -> Array:
     """Return the rows of a table as opaque items, shape (rows,). Each is contiguous; they may lie apart."""
@@ -40,12 +43,17 @@ class Workspace(threading.local):
         if self._used == len(self._buffers):
             self._buffers.append(np.empty(0, np.uint8))
         if self._buffers[self._used].size < size:
-            memory = np.empty(size + 64, np.uint8)
-            start = -memory.ctypes.data % 64  # a cache line
+            memory = np.empty(size + _LINE, np.uint8)
+            start = -memory.ctypes.data % _LINE
             self._buffers[self._used] = memory[start : start + size]
         buffer = self._buffers[self._used]
         self._used += 1
         return buffer[:size].view(dtype).reshape(shape)
+
+    def arrays(self, count: int, size: int, dtype: np.dtype[Any]) -> list[Array]:
+        """Return so many uninitialized flat arrays of one size, each from a cache line on: quicker than one by one."""
+        room = size + -size % _LINE + _LINE  # one more, so that those of 64 KiB don't compete for places in the cache
+        return [row[:size] for row in self.array((count, room), dtype)]
 
 
 workspace = Workspace()

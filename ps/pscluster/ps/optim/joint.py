@@ -20,9 +20,6 @@ MAX_ELEMENTS = 128 << 10
 """The most elements of one run: more do not fit in a core's cache together with slots and scratch."""
 
 
-_PARAM = ""  # beside the slots' names
-
-
 class Part(NamedTuple):
     """A gradient and what it changes; all arrays of all parts are of the same type, float32 or float64."""
 
@@ -39,11 +36,9 @@ def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
     """
     scalars, names = rule.scalars(step), list(rule.slots)
     sizes = [part.grad.size for part in parts]
-    shape, dtype = (sum(sizes),), parts[0].grad.dtype
     workspace.begin()
-    grad = workspace.array(shape, dtype)
-    blocks = [workspace.array(shape, dtype) for _ in (_PARAM, *names)]
-    scratch = [workspace.array(shape, dtype) for _ in range(rule.scratch)]
+    buffers = workspace.arrays(2 + len(names) + rule.scratch, sum(sizes), parts[0].grad.dtype)
+    grad, blocks, scratch = buffers[0], buffers[1 : len(names) + 2], buffers[len(names) + 2 :]
     np.concatenate([part.grad for part in parts], out=grad)
     moves: list[tuple[Array, Any, Array]] = []
     stop = 0
@@ -56,7 +51,8 @@ def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
                 rows[:] = array
                 moves.append((array, ..., rows))
             else:
-                array, rows = items_of(array), items_of(rows.reshape(len(ids), -1))
+                array = items_of(array)
+                rows = rows.view(array.dtype)
                 array.take(ids, out=rows, mode="clip")  # else NumPy writes through a buffer
                 moves.append((array, ids, rows))
     with np.errstate(all="ignore"):

@@ -177,7 +177,8 @@ def segments(
         row_of = _no_row
         if which == "ids":
             ids = payload.ids(at, item.rows)
-            row_of = functools.partial(_named_row, store, item, ids)
+            if wire_dtype:
+                row_of = functools.partial(_named_row, store, item, ids)
             segment: Buffer | Snapshot
             if source.table is None:
                 segment = _gather(source, ids)
@@ -231,6 +232,9 @@ def _block(store: Store, source: Source) -> Buffer | Snapshot:
 def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
     """Return what an item reads, and where the next item's ids begin in the payload."""
     held, shard = store.find(item.variable, item.shard)
+    if (plain := _plain_rows(held, shard, item, at)) is not None:
+        ids_bytes = 8 * item.rows.ids
+        return plain, at + ids_bytes + padding(ids_bytes)
     array = values = shard.array
     dtype, ids_at = array.dtype, at
     row_ids.check_kind(item.rows, held.spec)
@@ -281,6 +285,18 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
     return _encoded_source(item, source) if item.wire_dtype else source, at
 
 
+def _plain_rows(held: HeldVariable, shard: Shard, item: ps_pb2.ReadItem, at: int) -> Source | None:
+    """Return what an item reads if it reads rows of a matrix as they are, as most do; None if it may not."""
+    array, rows = shard.array, item.rows
+    if array.ndim != 2 or rows.WhichOneof("kind") != "ids" or rows.leading > 1 or rows.id_bytes:
+        return None
+    if item.slot or item.wire_dtype or held.spec.HasField("table"):
+        return None
+    name, size = held.spec.name, rows.ids * array.shape[1] * array.itemsize
+    _check_rows_bytes(item, size, name)
+    return Source(name, shard, array, at, size, array.dtype, values=True)
+
+
 def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
     if item.rows.ids > 1 and size > MAX_ROWS_BYTES:
         raise InvalidUpdateError(
@@ -320,4 +336,4 @@ def _gather(source: Source, ids: Ids) -> Buffer:
     out = np.empty((len(ids), table.shape[1]), table.dtype)
     with source.shard.lock:
         source.rows_array.take(ids, 0, out, "clip")  # the ids are checked; with "clip" NumPy needs no buffer
-    return view(out.astype(source.dtype, copy=False))
+    return view(out if out.dtype == source.dtype else out.astype(source.dtype))

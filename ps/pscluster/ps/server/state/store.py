@@ -67,6 +67,7 @@ class Store:
         self._guarded = _Guarded(self._lock, self._ledger)
         self.directory = Directory(index)
         self._prepared: dict[bytes, PreparedRead] = {}  # by their requests
+        self._prepared_sizes: frozenset[int] = frozenset()  # of these
         self.losses = Losses()
         self._creating: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
         self.runs: Runs[Any] = Runs(index, self._steps_applied)  # synchronous ones
@@ -97,9 +98,12 @@ class Store:
         """Return a variable and one of its shards, as `Directory.find`; wait a moment for one that is arriving."""
         held = self.directory.variables.get(variable)
         found = None if held is None else held.shards.get(shard)
-        if found is not None and (arriving := found.arriving) is not None:
+        if held is None or found is None:
+            return self.directory.find(variable, shard)  # which knows why
+        if (arriving := found.arriving) is not None:
             arriving.wait(ARRIVING_SECONDS)
-        return self.directory.find(variable, shard)
+            return self.directory.find(variable, shard)
+        return held, found
 
     def check_not_staged(self, shard: Shard) -> None:
         """Raise StaleError if a synchronous step that changes a shard is, or may be, under way."""
@@ -304,7 +308,7 @@ class Store:
 
     def prepared(self, request: bytes) -> PreparedRead | None:
         """Return the prepared answer to this request, if it was prepared byte for byte."""
-        return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # hashing takes time, too
+        return self._prepared.get(request) if len(request) in self._prepared_sizes else None  # hashing takes time, too
 
     def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
         """Prepare a request that was just answered, if it reads only whole arrays of variables."""
@@ -325,6 +329,7 @@ class Store:
             while len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared))).count_reads()
             self._prepared[data] = PreparedRead(sources, [(held.metrics, shard.traffic) for held, shard in targets])
+            self._prepared_sizes = frozenset(map(len, self._prepared))
 
     def _forget_prepared(self) -> None:
         """Drop all, since their arrays may have been removed. Needs the lock."""
