@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
 """Documents outside docs/, by their path in the repository, and their pages."""
-
-PLANNED = frozenset({"jax.md", "keras.md", "notebook.md", "pytorch.md"})
-"""Pages that have a place in the navigation before they are written."""
 
 # Of Markdown: [text](target), also over a line's end; of HTML: src="target".
 _LINK = re.compile(r'(?P<before>\]\(|<img\s+src=")(?P<target>[^)"\s]+)(?=[)"])')
@@ -99,21 +96,6 @@ def outside_docs() -> dict[str, str]:
         if path.suffix == ".md":
             waiting += [in_repository(source, target) for target in targets(path.read_text(encoding="utf-8"))]
     return found
-
-
-def existing(nav: Any, exists: Callable[[str], bool]) -> Any:
-    """Return a navigation without the planned pages that do not exist yet."""
-    if isinstance(nav, str):
-        return nav if nav not in PLANNED or exists(nav) else None
-    if isinstance(nav, dict):
-        return {title: kept for title, entry in nav.items() if (kept := existing(entry, exists))}
-    return [kept for entry in nav if (kept := existing(entry, exists))]
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave planned pages out of the navigation until they exist."""
-    config.nav = existing(config.nav, lambda page: (ROOT / "docs" / page).is_file())
-    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -47,12 +47,12 @@ def pages(nav: object) -> Iterator[str]:
 
 
 def test_every_document_has_its_place() -> None:
-    """Each page in docs/ is in the navigation once; what is not there is made from outside docs/, or is planned."""
+    """Each page in docs/ is in the navigation once; what is not there is made from outside docs/."""
     listed = list(pages(settings()["nav"]))
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(listed) == sorted(set(listed))
     assert there - set(listed) == set()
-    assert set(listed) - there - set(site_pages.PAGES.values()) <= site_pages.PLANNED
+    assert set(listed) - there <= set(site_pages.PAGES.values())
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -91,10 +91,3 @@ def test_what_lies_outside_docs_is_shown() -> None:
     assert not [source for source in outside if source.startswith("docs/")]
     assert "`````python\n" in site_pages.shown(ROOT / "examples" / "digits.py")
     assert "## ps.proto" in site_pages.shown(ROOT / "proto" / "pscluster" / "v1")
-
-
-def test_planned_pages_wait_for_their_files() -> None:
-    """A page that is planned is left out until it exists, and a section that is empty then as well."""
-    nav = [{"Guides": ["jax.md", {"Keras": "keras.md"}]}, "training.md"]
-    assert site_pages.existing(nav, lambda page: False) == ["training.md"]
-    assert site_pages.existing(nav, lambda page: page == "jax.md") == [{"Guides": ["jax.md"]}, "training.md"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
-from tests.coordinator.synchronous.support import rank
+from tests.coordinator.synchronous.support import fitted_loss, rank
 from tests.core.metrics.scraping import addresses, scrape
 from tests.waiting import TIMEOUT, until
 
@@ -160,21 +160,7 @@ def test_the_end_of_the_data_of_one_ends_all(strategy: SynchronousStrategy) -> N
 
 
 def test_fit(strategy: SynchronousStrategy) -> None:
-    with strategy.scope():
-        w = Variable(np.zeros(3), name="w")
-        sgd = optimizers.SGD(0.05)
-    x = np.random.default_rng(0).normal(size=(90, 3))
-    y = x @ [1.0, -2.0, 0.5]
-
-    def step(element: tuple[Any, Any]) -> float:
-        features, targets = element
-        wrong = features @ w.read_value() - targets
-        sgd.apply_gradients([(2 * features.T @ wrong / len(wrong), w)], examples=len(wrong))
-        return float(np.mean(wrong**2))
-
-    data = strategy.distribute_dataset([(x[at : at + 9], y[at : at + 9]) for at in range(0, 90, 9)] * 20)
-    history = ClusterCoordinator(strategy).fit(step, data, epochs=4, steps_per_epoch=40, verbose=0)
-    assert history.history["loss"][-1] < 0.01
+    assert fitted_loss(strategy) < 0.01
 
 
 # Deaths
