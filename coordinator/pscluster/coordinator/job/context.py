@@ -323,7 +323,7 @@ class JobContext:
                 return
             self.closed = True
         if self.dispatcher is not None:
-            self.dispatcher.status.tell_of_forgotten()
+            self.dispatcher.status.warn_of_forgotten()
         self.event_log.record("coordinator", "note", f"the job is over: {reason}")
         for close_page in self._pages:
             close_page()

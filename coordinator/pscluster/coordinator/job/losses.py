@@ -38,7 +38,7 @@ class Losses:
         self._client, self._event_log, self._away = client, event_log, away
         self._changed = Condition(Lock())
         self._counting = 0
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop has weak references only
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pscluster-losses")
 
@@ -50,18 +50,18 @@ class Losses:
             lost |= Counter(reply.lost_updates)
         return dict(lost)
 
-    def begin(self, workers_told: Awaitable[None] | None) -> None:
-        """Count what a restored server has lost, once `workers_told` is done. On the loop's thread."""
+    def begin(self, workers_notified: Awaitable[None] | None) -> None:
+        """Count what a restored server has lost, once `workers_notified` is done. On the loop's thread."""
         self._counting += 1  # before any outcome can tell of that server
-        task = asyncio.get_running_loop().create_task(self._count_later(workers_told))
+        task = asyncio.get_running_loop().create_task(self._count_later(workers_notified))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _count_later(self, workers_told: Awaitable[None] | None) -> None:
+    async def _count_later(self, workers_notified: Awaitable[None] | None) -> None:
         try:
-            if workers_told is not None:
-                await workers_told
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._tell)
+            if workers_notified is not None:
+                await workers_notified
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._report)
         except (PsClusterError, RuntimeError) as error:  # RuntimeError: the job is over
             logger.debug("could not find out what was lost: %s", error)
         finally:
@@ -69,11 +69,11 @@ class Losses:
                 self._counting -= 1
                 self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Warn of new losses. Calls run one at a time, on one thread."""
         lost = self.count()
-        news = {name: count - known for name, count in lost.items() if count > (known := self._told.get(name, 0))}
-        self._told = lost
+        news = {name: count - known for name, count in lost.items() if count > (known := self._reported.get(name, 0))}
+        self._reported = lost
         if not news:
             return
         listed = ", ".join(f"{count} of {name!r}" for name, count in news.items())

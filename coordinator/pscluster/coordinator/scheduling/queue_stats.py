@@ -174,13 +174,13 @@ class QueueStatus:
         ]
         return "\n".join(lines)
 
-    def tell_of_forgotten(self) -> None:
+    def warn_of_forgotten(self) -> None:
         """Log, as the job ends, functions that have not ended, and an error that was never raised."""
         with self._state.lock:
             scheduler, error = self._scheduler, self._scheduler.error
             waiting, running = scheduler.waiting, scheduler.in_flight
             cancelled = 0 if error is None else self._state.cancelled_by_error
-            told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
+            raised = error is None or self._state.final_raised or (isinstance(error, FunctionError) and error._fetched)
         after = f", {cancelled} cancelled after the error of another one" if cancelled else ""
         if waiting or running or after:
             logger.warning(
@@ -190,7 +190,7 @@ class QueueStatus:
                 running,
                 after,
             )
-        if not told:
+        if not raised:
             logger.error("the job ended with an error that was never raised (coordinator.join() raises it): %s", error)
 
     def describe(self) -> str:

@@ -134,7 +134,7 @@ class DispatchState:
         self.closed = False
         self.no_worker_since = self.failed_at = time.monotonic()
         self.cancelled_by_error = 0
-        self.final_told = False
+        self.final_raised = False
         self.jobs: list[asyncio.Task[None]] = []
         # Called on the loop when a worker is connected, and when one has left for good.
         self.on_worker_up: Callable[[PeerAddress], None] = lambda _: None

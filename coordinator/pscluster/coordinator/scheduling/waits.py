@@ -71,7 +71,7 @@ class Waits:
 
     def _explained(self, error: Exception, by: str) -> Exception:
         """Prepare a taken error to be raised by this call, which may not have caused it. Under the lock."""
-        self._state.cancelled_by_error, self._state.final_told = 0, self._scheduler.final
+        self._state.cancelled_by_error, self._state.final_raised = 0, self._scheduler.final
         if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
             failed_at = time.time() - (time.monotonic() - self._state.failed_at)
             when = time.strftime("%H:%M:%S", time.localtime(failed_at))

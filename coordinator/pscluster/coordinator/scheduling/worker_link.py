@@ -28,9 +28,9 @@ from pscluster.coordinator.scheduling.calls.call import Call, fill_arguments, st
 from pscluster.coordinator.scheduling.calls.function_errors import (
     deadly,
     not_begun,
-    told_of_part,
     too_long,
     unpreparable,
+    with_part_applied,
 )
 from pscluster.coordinator.scheduling.connections.lifecycle import (
     LOST_CONNECTION,
@@ -351,7 +351,7 @@ class WorkerLink:
                 self._server_watch.doubt()
             if self._has(task):
                 error = not_begun(task.payload.function, self._index, task.attempts, failure)
-                told_of_part(task.payload, error)  # an attempt before this one
+                with_part_applied(task.payload, error)  # an attempt before this one
                 self._state.fail(self._index, task, error)
             self._state.settle_cancelled(self._scheduler.give_back(self._index, [other.id for other in later]))
             if self._scheduler.error is not None:

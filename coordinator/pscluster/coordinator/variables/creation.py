@@ -73,7 +73,7 @@ class VariableCreator:
         self._variables: dict[str, Variable] = {}
         self._reserved: dict[tuple[str, str], int | None] = {}  # with the cell of a notebook that has
         self._optimizers: dict[str, ps_pb2.OptimizerSpec] = {}
-        self._told: int | None = None  # the last cell of which the log says that it makes something again
+        self._warned: int | None = None  # the last cell that was logged to make something again
         self._live = LiveJob()
         self._last_id = 0
         self.deferred: Deferred | None = None
@@ -245,7 +245,7 @@ class VariableCreator:
                     f"the {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
                 )
             elif (namespace, name) in self._reserved:
-                earlier = self._make_way(namespace, name, kind, cell)
+                earlier = self._earlier_cell(namespace, name, kind, cell)
             self._reserved[namespace, name] = cell
         try:
             yield name
@@ -261,7 +261,7 @@ class VariableCreator:
     def _is_made(self, name: str) -> bool:
         return name in self._variables or name in self._optimizers
 
-    def _make_way(self, namespace: str, name: str, kind: str, cell: int | None) -> int:
+    def _earlier_cell(self, namespace: str, name: str, kind: str, cell: int | None) -> int:
         """Return the earlier cell that has taken the name; MisuseError unless what it made may be made again."""
         is_optimizer = namespace == "variable" and name not in self._variables  # they share their names
         wants_optimizer = namespace == "variable" and kind not in _KINDS
@@ -269,8 +269,8 @@ class VariableCreator:
         earlier = self._reserved[namespace, name]
         if cell is None or earlier in (None, cell) or is_optimizer is not wants_optimizer:
             raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[namespace]}")
-        if self._told != cell:
-            self._told = cell
+        if self._warned != cell:
+            self._warned = cell
             logger.warning(
                 "this cell makes again what an earlier one has made, such as %s %r: earlier values are gone", kind, name
             )

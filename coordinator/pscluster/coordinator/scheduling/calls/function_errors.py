@@ -73,7 +73,7 @@ def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
     call, error = task.payload, FunctionTimeoutError()
     error.function, error.worker, error.attempts = call.function.name, worker, task.attempts + task.failures
     error.summary = f"{error.function} ran longer than its timeout of {task.limits.timeout:g} s on worker {worker}"
-    return told_of_part(call, error)
+    return with_part_applied(call, error)
 
 
 def deadly(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
@@ -84,7 +84,7 @@ def deadly(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
         f"{error.function} was running on {max_attempts} workers that died, so it may be what kills them, and goes to "
         f"no other: {'; '.join(call.deaths)}"
     )
-    return told_of_part(call, error)
+    return with_part_applied(call, error)
 
 
 def not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
@@ -107,7 +107,7 @@ def cancelled_error(name: str, first: Exception | None, applied: bool = False) -
     return error
 
 
-def told_of_part(call: Call, error: E) -> E:
+def with_part_applied(call: Call, error: E) -> E:
     """Add to the error of a call that it may have applied some updates, if so, and return it."""
     if call.applied:
         error.partly_applied, error.summary = True, f"{error.summary}\n{PARTLY_APPLIED}"
