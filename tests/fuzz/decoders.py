@@ -46,7 +46,8 @@ from pscluster.coordinator.job.progress import decoded
 from pscluster.coordinator.serving import TableVersion, delta_parquet, delta_safetensors
 from pscluster.coordinator.serving.delta_files import Changes, Header
 from pscluster.coordinator.serving.deltas import read_delta
-from pscluster.core.cluster.spec import TFConfig, parse_address
+from pscluster.core.cluster.addresses import parse_address
+from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import (
     CheckpointError,
     ConfigurationError,

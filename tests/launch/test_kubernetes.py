@@ -18,7 +18,7 @@ from tests.launch.kubelet import Object, by_kind, environment, expanded, kustomi
 from tests.waiting import TIMEOUT
 
 from pscluster.core.cluster.kubernetes import config_of_pod
-from pscluster.core.cluster.spec import Task, TFConfig
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.certificates import hosts_in
 from pscluster.core.security.tls import Tls

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.roles.processes import run
 
-from pscluster.core.cluster.spec import ClusterSpec, Task
+from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.cluster.tf_config import Task
 from pscluster.core.errors import ConfigurationError
 from pscluster.launch.slurm.commands import JobState, SlurmError
 from pscluster.launch.slurm.job_script import SlurmOptions, job_script

@@ -24,8 +24,8 @@ from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_html, placement_table
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.core.cluster.addresses import parse_address
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import parse_address
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pscluster.coordinator.local.supervisor import describe_exit
-from pscluster.core.cluster.spec import join_address
+from pscluster.core.cluster.addresses import join_address
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction

@@ -24,7 +24,8 @@ from tests.waiting import TIMEOUT, until
 from pscluster.coordinator.cli.run import run_script
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.core.cluster.spec import TFConfig, validate_for_strategy
+from pscluster.core.cluster.spec import validate_for_strategy
+from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.core.role.process import main_of
 

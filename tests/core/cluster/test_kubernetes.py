@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pscluster.coordinator import KubernetesClusterResolver
-from pscluster.core.cluster.spec import ClusterSpec, Task
+from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.cluster.tf_config import Task
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.options import own_task
 

@@ -14,23 +14,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pscluster.core.cluster.addresses import is_loopback, is_on_this_machine, parse_address, split_address
 from pscluster.core.cluster.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionResolver,
 )
-from pscluster.core.cluster.spec import (
-    JOBS,
-    ClusterSpec,
-    Task,
-    TFConfig,
-    is_loopback,
-    is_on_this_machine,
-    parse_address,
-    split_address,
-    validate_for_strategy,
-)
+from pscluster.core.cluster.spec import JOBS, ClusterSpec, validate_for_strategy
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.transport.unix_sockets import MAX_PATH_BYTES
 

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from pscluster.core.cluster.spec import parse_address, tasks_in_words
+from pscluster.core.cluster.addresses import parse_address
+from pscluster.core.cluster.spec import tasks_in_words
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
 from pscluster.core.limits import MAX_COUNT, check_count, one_line
 from pscluster.core.role.options import RoleOptions

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pscluster.core.cluster.spec import TFConfig, parse_address
+from pscluster.core.cluster.addresses import parse_address
+from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options
 from pscluster.core.ids import VERSION

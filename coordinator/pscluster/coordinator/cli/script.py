@@ -18,7 +18,7 @@ from pscluster.coordinator.cli.run import script_at
 from pscluster.coordinator.job.context import close_all
 from pscluster.coordinator.job.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy
-from pscluster.core.cluster.spec import TFConfig
+from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.role.lifecycle import on_parents_death
 from pscluster.core.role.options import RoleOptions, expect_type, joining_options, options_of_environ, role_options

@@ -12,7 +12,7 @@ from typing import Self
 
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.job.context import HasJob
-from pscluster.core.cluster.spec import split_address
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.security.http_access import CertificateFiles, Visitors, check_exposure
 

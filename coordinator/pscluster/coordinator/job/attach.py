@@ -24,15 +24,9 @@ from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
+from pscluster.core.cluster.addresses import is_loopback, is_on_this_machine, is_unregistered, unregistered
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import (
-    ClusterSpec,
-    is_loopback,
-    is_on_this_machine,
-    is_unregistered,
-    unregistered,
-    validate_for_strategy,
-)
+from pscluster.core.cluster.spec import ClusterSpec, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import policy_of

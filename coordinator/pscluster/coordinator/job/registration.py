@@ -41,7 +41,7 @@ from pscluster.coordinator.job import servers
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.members import Claim
 from pscluster.coordinator.job.server_places import ServerClaim, check_index
-from pscluster.core.cluster.spec import parse_address
+from pscluster.core.cluster.addresses import parse_address
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError, RefusedError, UnavailableError
 from pscluster.core.ids import check_version
 from pscluster.core.limits import check_name

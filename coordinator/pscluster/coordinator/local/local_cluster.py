@@ -30,7 +30,8 @@ from pscluster.coordinator.local.supervisor import Added, RestartPolicy, TaskKey
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.cluster.spec import ClusterSpec, is_loopback
+from pscluster.core.cluster.addresses import is_loopback
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError, MisuseError
 from pscluster.core.notebook import current_cell, place_of_cell
 from pscluster.core.role.options import DATA_PORT_VARIABLE, GRACE_SECONDS

@@ -28,7 +28,7 @@ from pscluster.coordinator.local.supervisor import (
     task_name,
 )
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import Task, TFConfig
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import MisuseError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
 from pscluster.core.notebook import html_table

@@ -19,8 +19,10 @@ import os
 import re
 from collections.abc import Mapping
 
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, MAX_INDEX, ClusterSpec, Task, TFConfig, split_address
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, MAX_INDEX, ClusterSpec
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError
 
 POD_VARIABLE = "PSCLUSTER_POD"

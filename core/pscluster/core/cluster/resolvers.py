@@ -8,11 +8,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 
-from pscluster.core.cluster.spec import (
-    VARIABLE,
-    ClusterSpec,
-    checked_index,
-    checked_job,
+from pscluster.core.cluster.spec import VARIABLE, ClusterSpec, checked_index, checked_job
+from pscluster.core.cluster.tf_config import (
     checked_rpc_layer,
     cluster_in,
     environment_in,

@@ -22,7 +22,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.cluster.spec import join_address
+from pscluster.core.cluster.addresses import join_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.metrics.registry import Telemetry, Value
 from pscluster.core.security.http_access import CertificateFiles, Visitors

@@ -39,17 +39,10 @@ import click
 import grpc
 import tenacity
 
+from pscluster.core.cluster.addresses import is_on_this_machine, join_address, parse_address, split_address
 from pscluster.core.cluster.kubernetes import config_of_pod, is_pod
-from pscluster.core.cluster.spec import (
-    COORDINATOR_VARIABLE,
-    MAX_INDEX,
-    VARIABLE,
-    TFConfig,
-    is_on_this_machine,
-    join_address,
-    parse_address,
-    split_address,
-)
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, MAX_INDEX, VARIABLE
+from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import BusyError, ConfigurationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pscluster.core.cluster.spec import is_on_this_machine, parse_address, split_address
+from pscluster.core.cluster.addresses import is_on_this_machine, parse_address, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tls import TLS_VARIABLE, check_no_tls

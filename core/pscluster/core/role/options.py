@@ -14,8 +14,10 @@ from typing import Any
 
 import click
 
+from pscluster.core.cluster.addresses import is_on_this_machine
 from pscluster.core.cluster.kubernetes import config_of_pod, is_pod
-from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE, Task, TFConfig, is_on_this_machine
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options, choose, chosen_policy, policy_of
 from pscluster.core.role.open_health import OPEN_HEALTH_VARIABLE

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscluster.core.cluster.spec import is_loopback, is_on_this_machine
+from pscluster.core.cluster.addresses import is_loopback, is_on_this_machine
 from pscluster.core.limits import connections, raise_descriptor_limit
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.metrics.registry import Telemetry

@@ -24,7 +24,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pscluster.core.cluster.spec import ClusterSpec, split_address
+from pscluster.core.cluster.addresses import split_address
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.access import ROLE_URI, ROLES, role_host
 from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY

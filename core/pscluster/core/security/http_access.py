@@ -12,7 +12,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from pscluster.core.cluster.spec import is_loopback
+from pscluster.core.cluster.addresses import is_loopback
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.tls import TLS_VARIABLE
 from pscluster.core.security.tokens import FileChanges, Token

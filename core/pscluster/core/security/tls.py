@@ -27,7 +27,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.cluster.spec import is_on_this_machine, split_address
+from pscluster.core.cluster.addresses import is_on_this_machine, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.revocation import REVOKED, parse_revoked
 from pscluster.core.security.tokens import FileChanges, user_token

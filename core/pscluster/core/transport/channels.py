@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 import tenacity
 
-from pscluster.core.cluster.spec import is_unregistered, split_address
+from pscluster.core.cluster.addresses import is_unregistered, split_address
 from pscluster.core.errors import AuthenticationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.limits import MAX_MESSAGE_BYTES
 from pscluster.core.security.aio_channel import AuthenticatedAioChannel

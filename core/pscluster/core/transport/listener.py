@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pscluster.core.cluster.spec import split_address
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import PsClusterError
 from pscluster.core.limits import MAX_MESSAGE_BYTES, server_options
 from pscluster.core.security.authenticator import Authenticator, Refused

@@ -11,7 +11,8 @@ from pscluster.core.cluster.kubernetes import (
     SERVICE_VARIABLE,
     server_addresses,
 )
-from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE, ClusterSpec, Task, TFConfig
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE, ClusterSpec
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.ids import VERSION
 from pscluster.core.role.options import DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
 from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY, TLS_VARIABLE

@@ -29,7 +29,9 @@ from pscluster.coordinator.local.supervisor import Phase, RestartPolicy, TaskKey
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback, join_address
+from pscluster.core.cluster.addresses import is_loopback, join_address
+from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError, MisuseError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE
 from pscluster.core.ids import VERSION

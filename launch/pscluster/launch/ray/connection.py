@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pscluster.coordinator.local.monitor import ClusterError
-from pscluster.core.cluster.spec import split_address
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.limits import one_line
 

@@ -49,8 +49,10 @@ from pscluster.coordinator.local.supervisor import (
     Supervisor,
     Tick,
 )
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.cluster.slurm import SlurmClusterResolver
-from pscluster.core.cluster.spec import VARIABLE, ClusterSpec, Task, TFConfig, split_address
+from pscluster.core.cluster.spec import VARIABLE, ClusterSpec
+from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.process import complain, configure_logging, main_of
 from pscluster.launch.slurm.commands import is_cancelled, signal_step

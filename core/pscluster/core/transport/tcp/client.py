@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from pscluster.core.cluster.spec import split_address
+from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.security.tls import Tls
