@@ -76,8 +76,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import with_step
 from pscluster.ps.storage import generations as durable_files
-from pscluster.ps.storage import log as durable_log
-from pscluster.ps.storage import tensor_files
+from pscluster.ps.storage import log_format, log_reader, tensor_files
 from pscluster.ps.storage.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.replay import restored
 from pscluster.ps.storage.roots import Roots
@@ -760,28 +759,28 @@ class _Files:
     def log(self, data: bytes) -> None:
         """Read a segment of a log; of a damaged one count everything readable."""
         self._log.write_bytes(data)
-        dropped = durable_log.Dropped()
+        dropped = log_reader.Dropped()
         try:
-            for record, payload in durable_log.records([self._log], 1, dropped=dropped):
+            for record, payload in log_reader.records([self._log], 1, dropped=dropped):
                 assert len(payload) <= len(data)
                 assert record is not None
         finally:
-            lost = durable_log.lost_in([self._log], 1)
+            lost = log_reader.lost_in([self._log], 1)
             assert all(lost.updates[key] >= count for key, count in dropped.updates.items())
 
     @staticmethod
     def log_examples() -> list[bytes]:
         """Examples for `log`: from this boot, and from another one, with a truncated last record."""
         examples = []
-        for boot in (durable_log.machine_boot_id(), bytes(16)):
-            head = durable_log._with_crc(durable_log._SEGMENT, durable_log._SEGMENT_MAGIC, 1, 0, boot)
-            data = head + bytes(durable_log._FIRST - len(head))
+        for boot in (log_format.machine_boot_id(), bytes(16)):
+            head = log_format.with_crc(log_format.SEGMENT, log_format.SEGMENT_MAGIC, 1, 0, boot)
+            data = head + bytes(log_format.FIRST - len(head))
             for index in range(2):
                 request = unpack(_frames_of_requests()[4 + index], ps_pb2.Request)[0]
                 record = pack(state_pb2.LogRecord(update=request.update, updates=[index + 1], last=True), [bytes(64)])
-                data += durable_log._header(0, len(record), len(data), 1, index + 1) + record
-            mark = b"".join(durable_log._mark(len(data), 2, synced=False))
-            data = head + mark + data[durable_log._FIRST :]
+                data += log_format.header_of(0, len(record), len(data), 1, index + 1) + record
+            mark = b"".join(log_format.mark_twice(len(data), 2, synced=False))
+            data = head + mark + data[log_format.FIRST :]
             examples.append(_Files.log_sums(data))
         examples[1] = examples[1][:-9]
         return examples
@@ -789,11 +788,11 @@ class _Files:
     @staticmethod
     def log_sums(data: bytes) -> bytes:
         """Give the segment checksums that fit, as far as its records can be followed."""
-        out, at, head = bytearray(data), durable_log._FIRST, durable_log._HEAD
+        out, at, head = bytearray(data), log_format.FIRST, log_format.HEAD
         if len(out) < at:
             return data
         begin = 0
-        for size in (durable_log._SEGMENT.size, durable_log._MARK.size, durable_log._MARK.size):
+        for size in (log_format.SEGMENT.size, log_format.MARK.size, log_format.MARK.size):
             begin += size
             struct.pack_into("<I", out, begin - 4, zlib.crc32(out[begin - size : begin - 4]))
         while at + head.size <= len(out):
@@ -801,7 +800,7 @@ class _Files:
             if at + head.size + size <= len(out):
                 body = bytes(out[at + head.size : at + head.size + size])
                 checksum = xxhash.xxh3_64(body).intdigest() & 0xFFFF_FFFF
-                out[at : at + head.size] = durable_log._header(checksum, size, batch, segment, record)
+                out[at : at + head.size] = log_format.header_of(checksum, size, batch, segment, record)
             at += head.size + size
         return bytes(out)
 

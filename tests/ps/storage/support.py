@@ -24,9 +24,9 @@ from pscluster.ps.server.state import shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.spec import METADATA
-from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage import spill
 from pscluster.ps.storage.job_state import JobIdentity
+from pscluster.ps.storage.log_format import FIRST
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
@@ -35,9 +35,6 @@ Array = npt.NDArray[Any]
 Part = tuple[ps_pb2.UpdateItem, tuple[Array, ...]]
 Sendable = tuple[ps_pb2.UpdateRequest, Payload, int]
 Facts = dict[Any, Any]
-
-FIRST = log_module._FIRST
-"""Where the first record of a segment of the log begins."""
 
 JOB = 7
 IDENTITY = JobIdentity(77, 78, 1, "of the tests")

@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from tests.ps.storage import support
 from tests.ps.storage.support import (
-    FIRST,
     IDENTITY,
     JOB,
     NEVER,
@@ -51,17 +50,18 @@ from pscluster.ps.server.requests import update_checks
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
+from pscluster.ps.storage import log_format
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.job_state import JobIdentity
-from pscluster.ps.storage.log import records
+from pscluster.ps.storage.log_reader import records
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-SEGMENT_HEAD = FIRST
-RECORD_HEAD = log_module._HEAD.size
+SEGMENT_HEAD = log_format.FIRST
+RECORD_HEAD = log_format.HEAD.size
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -286,7 +286,7 @@ def ends_of(segment: Path) -> list[int]:
     """Return where its records end."""
     data, at, ends = segment.read_bytes(), SEGMENT_HEAD, list[int]()
     for record, payload in records_of(segment):
-        at += RECORD_HEAD + log_module._HEAD.unpack_from(data, at)[3]
+        at += RECORD_HEAD + log_format.HEAD.unpack_from(data, at)[3]
         assert len(payload) == record.total_bytes
         ends.append(at)
     return ends
@@ -297,16 +297,16 @@ def ends_of(segment: Path) -> list[int]:
 
 def marked(segment: bytes, end: int, count: int, *, synced: bool = False) -> bytes:
     """Return a segment with a mark for these acknowledged bytes and records, synced or not."""
-    head, mark = log_module._SEGMENT.size, b"".join(log_module._mark(end, count, synced))
+    head, mark = log_format.SEGMENT.size, b"".join(log_format.mark_twice(end, count, synced))
     return segment[:head] + mark + segment[SEGMENT_HEAD:]
 
 
 def of_another_boot(segment: bytes) -> bytes:
     """Return the segment as it is found after a restart of the machine."""
-    form = log_module._SEGMENT
+    form = log_format.SEGMENT
     magic, generation, previous, boot, _ = form.unpack_from(segment)
-    assert boot == log_module.machine_boot_id() != b""
-    return log_module._with_crc(form, magic, generation, previous, bytes(16)) + segment[form.size :]
+    assert boot == log_format.machine_boot_id() != b""
+    return log_format.with_crc(form, magic, generation, previous, bytes(16)) + segment[form.size :]
 
 
 def losses_written(manager: StateManager) -> None:
@@ -376,7 +376,7 @@ def test_any_flipped_bit(tmp_path: Path) -> None:
     """In any record, the last one too: an error that names the file, the offset and what to do. In the mark: none."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
-    marks = range(log_module._SEGMENT.size, SEGMENT_HEAD)
+    marks = range(log_format.SEGMENT.size, SEGMENT_HEAD)
     begins = [SEGMENT_HEAD, *ends]
     for at, data in flips(whole, 0, ends[-1]):
         segment.write_bytes(data)
@@ -538,10 +538,10 @@ def test_records_in_another_order(tmp_path: Path, where: str) -> None:
         turned_here = list[bytes]()
         for record_number in range(1, len(ends)):
             record = next(turned)
-            _, _, checksum, size, batch, _, _ = log_module._HEAD.unpack_from(record)
+            _, _, checksum, size, batch, _, _ = log_format.HEAD.unpack_from(record)
             generation = int.from_bytes(whole[8:16], "little")
             turned_here.append(
-                log_module._header(checksum, size, batch, generation, record_number) + record[RECORD_HEAD:]
+                log_format.header_of(checksum, size, batch, generation, record_number) + record[RECORD_HEAD:]
             )
         end = SEGMENT_HEAD + sum(map(len, turned_here))
         path.write_bytes(marked(whole, end, len(turned_here))[:SEGMENT_HEAD] + b"".join(turned_here) + bytes(99))

@@ -20,7 +20,7 @@ from tests.ps.storage.power_loss import ACKNOWLEDGED, Machine, build_shim, read_
 from tests.roles.processes import Roles, make_cluster
 
 from pscluster.core.errors import ConfigurationError
-from pscluster.ps.storage import log as log_module
+from pscluster.ps.storage import log, log_reader
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 
@@ -92,7 +92,8 @@ def test_the_power_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     records = read_journal(journal)
     folders = Counter(str(Path(record.path).parent) for record in records if record.kind == b"W")
     folder = Path(folders.most_common(1)[0][0])
-    monkeypatch.setattr(log_module, "machine_boot_id", lambda: bytes(16))
+    for module in (log, log_reader):
+        monkeypatch.setattr(module, "machine_boot_id", lambda: bytes(16))
     first = next(at for at, record in enumerate(records) if record.kind == ACKNOWLEDGED)
     last = max(at for at, record in enumerate(records) if record.kind == ACKNOWLEDGED) + 1
     for trial in range(round(TRIALS * SEARCH)):

@@ -28,73 +28,30 @@ leftover records carry another generation.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
-import struct
 import threading
-import uuid
-import zlib
-from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import xxhash
-
-from pscluster.core.errors import ProtocolError, UnavailableError
+from pscluster.core.errors import UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, parts_of, unpack
+from pscluster.core.transport.frames import Buffer, parts_of
 from pscluster.ps.storage.disk import write_all
-from pscluster.ps.storage.generations import DamagedError, StateDirectory
+from pscluster.ps.storage.generations import StateDirectory
+from pscluster.ps.storage.log_format import (
+    FIRST,
+    SEGMENT,
+    SEGMENT_MAGIC,
+    checksum_of,
+    header_of,
+    machine_boot_id,
+    mark_twice,
+    with_crc,
+)
 from pscluster.ps.storage.policy import LogPlan
 from pscluster.v1 import state_pb2
 
-logger = logging.getLogger(__name__)
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-# Magic, generation, that of the previous segment (0: none), boot id, CRC-32 of these.
-_SEGMENT = struct.Struct("<8sQQ16sI")
-_SEGMENT_MAGIC = b"PSSLOG02"
-# End of what is acknowledged, end of what was synced (0: nothing), number of acknowledged records; CRC-32 of these.
-_MARK = struct.Struct("<QQQI")
-_FIRST = _SEGMENT.size + 2 * _MARK.size
-"""Where the first record begins. The mark is stored twice, so that one survives a flipped bit in the other."""
-
-_MAGIC = 0x5053_4C47
-# Magic; checksums of the rest of the header, and of the record; its length; where its batch begins; the segment's
-# generation; its number in the segment, from 1.
-_HEAD = struct.Struct("<IIIQQQQ")
-_HEAD_REST = 8
 _GROW, _MOST = 16 << 20, 256 << 20  # steps by which a segment grows
 _ROOM = 256  # for a record, besides its request and payload
-
-
-@functools.cache
-def machine_boot_id() -> bytes:
-    """Return the id of this boot of the machine; b"" if the system has none."""
-    try:
-        return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
-    except (OSError, ValueError):
-        return b""
-
-
-def _with_crc(form: struct.Struct, *fields: bytes | int) -> bytes:
-    data = form.pack(*fields, 0)[:-4]
-    return data + struct.pack("<I", zlib.crc32(data))
-
-
-def _checked(form: struct.Struct, data: bytes, at: int) -> tuple[Any, ...] | None:
-    """Return the fields without their CRC; None if that does not match."""
-    *fields, crc = form.unpack_from(data, at)
-    return tuple(fields) if crc == zlib.crc32(data[at : at + form.size - 4]) else None
-
-
-def _header(checksum: int, size: int, batch: int, generation: int, record: int) -> bytes:
-    rest = _HEAD.pack(_MAGIC, 0, checksum, size, batch, generation, record)[_HEAD_REST:]
-    return struct.pack("<II", _MAGIC, zlib.crc32(rest)) + rest
 
 
 class Log:
@@ -129,10 +86,10 @@ class Log:
             try:
                 size = max(size, os.fstat(file).st_size)
                 os.posix_fallocate(file, 0, size)
-                unused = self._segment > saved and self._end == _FIRST
+                unused = self._segment > saved and self._end == FIRST
                 previous = self._previous if unused else self._segment or before
-                head = _with_crc(_SEGMENT, _SEGMENT_MAGIC, generation, previous, machine_boot_id())
-                end = write_all(file, [head, *_mark(_FIRST, 0, self._directory.fsync)], 0)
+                head = with_crc(SEGMENT, SEGMENT_MAGIC, generation, previous, machine_boot_id())
+                end = write_all(file, [head, *mark_twice(FIRST, 0, self._directory.fsync)], 0)
                 if self._directory.fsync:
                     os.fsync(file)
                 if self._file >= 0:
@@ -221,7 +178,7 @@ class Log:
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
         """Write the record of an applied update; return once it is flushed. UnavailableError if it can't be."""
         parts = [memoryview(buffer) for buffer in parts_of(record, payload)]
-        checksum = _checksum(*parts)
+        checksum = checksum_of(*parts)
         with self._changed:
             if not self._plan.broken:
                 self._queue.append((ticket, room, checksum, parts))
@@ -247,7 +204,7 @@ class Log:
                 ticket, room = 0, size + _ROOM  # no update has this one
                 self._promise(room)
                 parts = [memoryview(buffer) for buffer in parts_of(record, payload)]
-                self._queue.append((ticket, room, _checksum(*parts), parts))
+                self._queue.append((ticket, room, checksum_of(*parts), parts))
                 self._write()
                 if ticket in self._done:
                     self._done.discard(ticket)
@@ -282,12 +239,12 @@ class Log:
             buffers: list[bytes | memoryview] = []
             for _, _, checksum, parts in batch:
                 records += 1
-                buffers += [_header(checksum, sum(map(len, parts)), at, generation, records), *parts]
+                buffers += [header_of(checksum, sum(map(len, parts)), at, generation, records), *parts]
             end = write_all(file, buffers, at)
             if self._directory.fsync:
                 os.fdatasync(file)
             reach("ps.log.written")
-            write_all(file, _mark(end, records, self._directory.fsync), _SEGMENT.size)
+            write_all(file, mark_twice(end, records, self._directory.fsync), SEGMENT.size)
         except Exception as error:
             reason = getattr(error, "strerror", None) or repr(error)
             failure = f"the log in {self._directory.path} could not be written ({reason})"
@@ -304,193 +261,3 @@ class Log:
                     self._plan.close(ticket)
                     self._done.add(ticket)
             self._changed.notify_all()
-
-
-class _Segment(NamedTuple):
-    generation: int
-    previous: int
-    same_boot: bool
-    end: int  # of what was acknowledged, according to the mark
-    synced: int  # end of what was synced; 0: nothing
-    records: int  # that were acknowledged, according to the mark
-
-
-class _Header(NamedTuple):
-    checksum: int
-    size: int
-    batch: int
-    record: int
-
-
-@dataclass
-class Dropped:
-    """The acknowledged updates that the log has lost, as numbers by store id, variable and shard."""
-
-    updates: defaultdict[tuple[int, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    unknown: int = 0  # records whose updates can't be identified
-    records: int = 0  # that are lost, those of contributions to synchronous steps included
-
-    def add(self, record: state_pb2.LogRecord) -> None:
-        """Count a record that can be read."""
-        for item, count in zip(record.update.items, record.updates, strict=False):
-            if count:
-                self.updates[record.store_id, item.variable, item.shard].add(count)
-
-
-def records(
-    paths: Sequence[Path], first: int, *, cut: bool = False, dropped: Dropped | None = None
-) -> Iterator[tuple[state_pb2.LogRecord, memoryview]]:
-    """Yield the records of the segments from generation `first` on, and their payloads, in order.
-
-    `paths` are of all segments, ascending. With `cut` the last one is truncated after its last whole record, as later
-    records go to another segment. `dropped` counts what was lost with the machine. DamagedError if anything else is
-    missing, or is not what was written.
-    """
-    before, named = None, frozenset[int]()
-    for path in paths:
-        with path.open("rb") as file:
-            head = _segment_head(path, file.read(_FIRST))
-            generation, previous = head.generation, head.previous
-            if generation < first:
-                before, named = generation, frozenset((generation,))
-                continue
-            if (before is None and generation != first) or (before is not None and previous not in named):
-                raise DamagedError(f"the segment of the log before {path} is missing, or belongs to another log")
-            before = generation
-            last = path == paths[-1]
-            data = bytes(_FIRST) + file.read()  # so that offsets are those in the file
-            end, count = yield from _records_of(path, head, data, last, dropped)
-        # The next segment may skip one without records, of a generation that failed: it should have been removed.
-        named = frozenset((generation,)) if count else frozenset((generation, previous))
-        if last and cut:
-            _cut(path, head, end, count)
-    if before is None or before < first:
-        raise DamagedError(f"the segment of the log that begins with snapshot {first} is missing")
-
-
-def _cut(path: Path, head: _Segment, end: int, count: int) -> None:
-    """Truncate to `count` records, and move the mark so that losses after them are not counted again."""
-    os.truncate(path, end)
-    if (head.end, head.records) != (end, count):
-        with path.open("r+b", buffering=0) as file:
-            write_all(file.fileno(), _mark(end, count, head.synced > 0), _SEGMENT.size)
-
-
-def lost_in(paths: Sequence[Path], first: int) -> Dropped:
-    """Count all that can still be read of a damaged log, from generation `first` on, as lost."""
-    dropped = Dropped()
-    for path in paths:
-        with path.open("rb") as file, contextlib.suppress(DamagedError):
-            head = _segment_head(path, file.read(_FIRST))
-            if head.generation >= first:
-                _count_lost(bytes(_FIRST) + file.read(), head, _FIRST, 0, dropped)
-    return dropped
-
-
-def _segment_head(path: Path, data: bytes) -> _Segment:
-    if len(data) == _FIRST and (head := _checked(_SEGMENT, data, 0)) is not None:
-        magic, generation, previous, boot = head
-        offsets = _SEGMENT.size, _SEGMENT.size + _MARK.size
-        marks = [mark for at in offsets if (mark := _checked(_MARK, data, at)) is not None]
-        if magic == _SEGMENT_MAGIC and path.name == f"log-{generation:06d}.bin" and marks:
-            return _Segment(generation, previous, boot == machine_boot_id() != b"", *max(marks))
-    raise DamagedError(f"{path} is damaged at its beginning, or is not a segment of a log")
-
-
-def _records_of(
-    path: Path, head: _Segment, data: bytes, last: bool, dropped: Dropped | None
-) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, tuple[int, int]]:
-    """Yield the records of one segment; return where the last whole one ends, and their number."""
-    at, count, view = _FIRST, 0, memoryview(data)
-    while at < len(data):
-        if (end := _whole(view, at, head.generation, count + 1)) == 0:
-            break
-        try:
-            yield unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)
-        except ProtocolError as error:
-            raise DamagedError(f"{path} holds an invalid record at byte {at:,}: {error}") from None
-        at, count = end, count + 1
-    if at < _required_end(data, head, at) or (not last and (at < head.end or any(view[at:]))):
-        raise DamagedError(f"{path} is damaged at byte {at:,}, with updates that were acknowledged")
-    if last and not head.same_boot:
-        missing = Dropped() if dropped is None else dropped
-        if lost := _count_lost(data, head, at, count, missing):
-            logger.warning(
-                "%s: at least %d acknowledged updates were lost, from byte %s on, because they had not been synced "
-                "when the machine stopped; start servers with --fsync to prevent this",
-                path,
-                lost,
-                f"{at:,}",
-            )
-    return at, count
-
-
-def _required_end(data: bytes, head: _Segment, hole: int) -> int:
-    """Return the end of the bytes that can't have been lost with the machine, given that some are wrong at `hole`."""
-    if head.same_boot:
-        return head.end
-    if not head.synced:
-        return 0
-    # A batch begins once the previous one is synced.
-    return max([head.synced, *(header.batch for _, header in _headers(data, hole, head.generation))])
-
-
-def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dropped) -> int:
-    """Count at least the records that were acknowledged after the first `whole` ones."""
-    headers, view = list(_headers(data, hole, head.generation)), memoryview(data)
-    acknowledged = max([head.end, *(header.batch for _, header in headers)])
-    lost = [(at, header) for at, header in headers if at < acknowledged and header.record > whole]
-    total = max([head.records, *(header.record for _, header in lost)]) - whole
-    known = 0
-    for at, header in lost:
-        end = at + _HEAD.size + header.size
-        if _whole(view, at, head.generation, header.record):
-            with contextlib.suppress(ProtocolError):
-                dropped.add(unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)[0])
-                known += 1
-    dropped.unknown += max(total - known, 0)
-    dropped.records += max(total, 0)
-    return max(total, 0)
-
-
-def _headers(data: bytes, at: int, generation: int) -> Iterator[tuple[int, _Header]]:
-    """Yield the intact headers from `at` on, whatever is between them."""
-    mark, view = struct.pack("<I", _MAGIC), memoryview(data)
-    while (at := data.find(mark, at)) >= 0:
-        header = _header_at(view, at, generation)
-        if header is not None:
-            yield at, header
-        # Skip intact bodies: they may contain anything, headers too.
-        at += _HEAD.size + header.size if header is not None and _whole(view, at, generation, header.record) else 1
-
-
-def _header_at(data: memoryview, at: int, generation: int) -> _Header | None:
-    """Return the header at this offset; None if there is no intact one of this segment."""
-    if len(data) < at + _HEAD.size:
-        return None
-    magic, crc, checksum, size, batch, segment, record = _HEAD.unpack_from(data, at)
-    if magic != _MAGIC or segment != generation or crc != zlib.crc32(data[at + _HEAD_REST : at + _HEAD.size]):
-        return None
-    return _Header(checksum, size, batch, record)
-
-
-def _whole(data: memoryview, at: int, generation: int, record: int) -> int:
-    """Return where the record at this offset ends; 0 if it is not that of record number `record`, or is not whole."""
-    header = _header_at(data, at, generation)
-    if header is None or header.record != record or not header.size:
-        return 0
-    end = at + _HEAD.size + header.size
-    whole = end <= len(data) and _checksum(data[at + _HEAD.size : end]) == header.checksum
-    return end if whole else 0
-
-
-def _mark(end: int, count: int, synced: bool) -> list[bytes | memoryview]:
-    return [_with_crc(_MARK, end, end if synced else 0, count)] * 2
-
-
-def _checksum(*buffers: memoryview) -> int:
-    """Return half of XXH3's 64 bits: every update waits for it, and a CRC takes four times as long."""
-    checksum = xxhash.xxh3_64()
-    for buffer in buffers:
-        checksum.update(buffer)
-    return checksum.intdigest() & 0xFFFF_FFFF

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.ps.server.synchronous.support import COMMIT, OPEN, REDUCE, RUN, STAGE, WAIT, Server, add, gradient, piece
-from tests.ps.storage.support import FIRST, IDENTITY, JOB, Trouble, beside, declare_rule, killed, put, rows
+from tests.ps.storage.support import IDENTITY, JOB, Trouble, beside, declare_rule, killed, put, rows
 from tests.waiting import TIMEOUT, until
 
 from pscluster.core import fault_points
 from pscluster.core.errors import MisuseError, ProtocolError, StaleError, UnavailableError
 from pscluster.ps.server.synchronous import steps as steps_module
 from pscluster.ps.server.synchronous.runs import MAX_RUNS
-from pscluster.ps.storage import log
+from pscluster.ps.storage import log, log_reader
+from pscluster.ps.storage.log_format import FIRST
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2
 
@@ -177,7 +178,8 @@ def test_records_that_the_machine_has_lost(other: Server, monkeypatch: pytest.Mo
     segment = max(folder.glob("log-*.bin"))
     data = segment.read_bytes()
     segment.write_bytes(data[:FIRST] + bytes(len(data) - FIRST))
-    monkeypatch.setattr(log, "machine_boot_id", lambda: b"another boot....")
+    for module in (log, log_reader):
+        monkeypatch.setattr(module, "machine_boot_id", lambda: b"another boot....")
     found = Server(1, folder)
     with pytest.raises(StaleError, match="older state"):
         found.reach(1)
