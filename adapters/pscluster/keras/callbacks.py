@@ -32,7 +32,7 @@ _REFUSED = {
     "in the data",
     "TensorBoard": "pscluster.coordinator.callbacks.TensorBoard writes the same files",
     "OrbaxCheckpoint": "pscluster.coordinator.callbacks.ModelCheckpoint also has the servers' slots",
-    "SwapEMAWeights": "averages are on the servers: served.optimizer.average(variable)",
+    "SwapEMAWeights": "averages are on the servers: served.to_keras(averages=True)",
     "ProgbarLogger": "fit(verbose=1) shows progress",
 }
 """Callbacks that need what only Keras' own loop has, and what to use."""

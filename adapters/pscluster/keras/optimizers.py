@@ -46,7 +46,7 @@ def mapped(optimizer: Any, name: str) -> Optimizer:
     if config.get("use_ema") and (every := config.get("ema_overwrite_frequency")):
         raise MisuseError(
             f"{kind} has ema_overwrite_frequency={every}, but the servers keep averages beside the weights: leave it "
-            "out, and read them with served.optimizer.average(variable)"
+            "out, and take them with served.to_keras(averages=True)"
         )
     if getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
         optimizer, "_exclude_from_weight_decay_pattern", None

@@ -184,16 +184,36 @@ class ServedModel:
 
     # Plain Keras
 
-    def to_keras(self) -> Any:
+    def to_keras(self, *, averages: bool = False) -> Any:
         """Return a plain compiled Keras model with the present values of the servers, for `save`, `predict` and so on.
 
         Its optimizer is new: what ours has in its slots is not in it.
+
+        Args:
+            averages: take the averages that an optimizer with `use_ema=True` keeps of the weights that it trains, in
+                place of their values, as Keras' `fit` does when it ends.
+
+        Raises:
+            MisuseError: `averages` is set, and no optimizer of this model keeps any.
         """
         copy = self.plain_copy()
-        values = read_variables(list(self.variables.values()))
+        values = read_variables(self._averages() if averages else list(self.variables.values()))
         for variable, value in zip(copy.weights, values, strict=True):
             variable.assign(value)
         return copy.model
+
+    def _averages(self) -> list[Variable]:
+        """Return each weight's average, or the weight if it has none. MisuseError if none has."""
+        trainable = [variable for variable in self.variables.values() if variable.trainable]
+        optimizers = {id(self.variables[name]): optimizer for name, optimizer in self.tables.items()}
+        averages: dict[int, Variable] = {
+            id(variable): optimizer.average(variable)
+            for variable in trainable
+            if (optimizer := optimizers.get(id(variable), self.optimizer)).use_ema
+        }
+        if not averages:
+            self.optimizer.average(trainable[0])  # says what would keep them
+        return [averages.get(id(variable), variable) for variable in self.variables.values()]
 
     def plain_copy(self) -> Copy:
         """Return a copy whose model can be saved, with the values that `model_fn` gives it; for internal use."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.core.errors import MisuseError
 from pscluster.keras.copies import Array, Copy, StepOutcome, to_numpy
 from pscluster.keras.own_steps import data_of
 from pscluster.keras.tables import Rows, fetch
@@ -44,7 +45,7 @@ class TorchCopy(Copy):
         trainable, others = self._parameters[:split], self._parameters[split:]
         before = [np.array(value) for value in values[split:]]
         self.load(values)
-        versions = [parameter._version for parameter in others]
+        versions = [parameter._version for parameter in self._parameters]
         for metric in self._metrics:
             metric.reset_state()
         if self._has_own_step:
@@ -56,13 +57,14 @@ class TorchCopy(Copy):
                 loss = model.compute_loss(x, y, y_pred, weights)
             scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
             scaled.backward()
+            self._check_unchanged(versions)
             gradients = [parameter.grad for parameter in trainable]
             self._warn_of_missing(gradients)
             logs = {name: _number(value) for name, value in self._results_of(x, y, y_pred, weights).items()}
             loss, of_tables = float(loss.detach()), [_slices(of_table) for of_table in leaves]
         changes = [
             (index, _array(parameter) - before[index])
-            for index, (parameter, version) in enumerate(zip(others, versions, strict=True))
+            for index, (parameter, version) in enumerate(zip(others, versions[split:], strict=True))
             if parameter._version != version
         ]
         arrays = [None if gradient is None else _array(gradient) for gradient in gradients]
@@ -140,6 +142,16 @@ class TorchCopy(Copy):
             result = metric.result()
             results.update(result if isinstance(result, dict) else {metric.name: result})
         return results
+
+    def _check_unchanged(self, versions: Sequence[int]) -> None:
+        """Raise MisuseError if the model's call has assigned trainable weights, which had these versions."""
+        trained = zip(self.trainable, self._parameters, versions, strict=False)  # they come first
+        if changed := [variable.path for variable, parameter, version in trained if parameter._version != version]:
+            raise MisuseError(
+                f"the model assigns {', '.join(changed[:3])} in its call, as SpectralNormalization does, and the "
+                "servers take gradients only: compute with a changed copy of it, or use the JAX backend, where Keras "
+                "drops what is assigned so"
+            )
 
     def _warn_of_missing(self, gradients: Sequence[Any]) -> None:
         """Log once, as Keras does, which weights the loss does not depend on."""

@@ -130,7 +130,7 @@ def test_numbers_go_on_after_a_restart(strategy: ParameterServerStrategy) -> Non
     ("make", "error", "message"),
     [
         (lambda path: keras.callbacks.BackupAndRestore(path), MisuseError, "BackupAndRestore also .* work are EarlySt"),
-        (lambda path: keras.callbacks.SwapEMAWeights(), MisuseError, r"served.optimizer.average\(variable\)"),
+        (lambda path: keras.callbacks.SwapEMAWeights(), MisuseError, r"served.to_keras\(averages=True\)"),
         (lambda path: keras.callbacks.EarlyStopping("val_acuracy"), ValueError, "received monitor=val_acuracy, but"),
         (lambda path: "early", TypeError, "not 'early'"),
     ],

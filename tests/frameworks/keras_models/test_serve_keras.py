@@ -314,6 +314,22 @@ def test_an_optimizer_of_ours_is_used_in_place_of_the_models(strategy: Parameter
     assert served.optimizer.iterations == 1
 
 
+def test_averages_are_those_with_which_keras_ends_a_training(strategy: ParameterServerStrategy) -> None:
+    def model_fn() -> Any:
+        keras.utils.set_random_seed(1)
+        return classifier(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
+
+    with strategy.scope():
+        served = pscluster.keras.serve(model_fn)
+    plain = model_fn()
+    plain.fit(X, Y, batch_size=32, shuffle=False, verbose=0)
+    for batch in BATCHES:
+        served.train_on_batch(batch)
+    for mine, theirs in zip(weights_of(served.to_keras(averages=True)), weights_of(plain), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(weights_of(served.to_keras())[0], weights_of(plain)[0], rtol=1e-3)
+
+
 class Scoring(keras.Sequential):
     def predict_step(self, data: Any) -> Any:
         return data
@@ -333,6 +349,9 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
         other = pscluster.keras.serve(lambda: classifier("sgd"), name="b")
         unlabeled = pscluster.keras.serve(lambda: classifier("sgd"), name="c")
         own = pscluster.keras.serve(scoring, name="d")
+        assigning = pscluster.keras.serve(
+            lambda: classifier("sgd", keras.layers.SpectralNormalization(keras.layers.Dense(3))), name="e"
+        )
     coordinator = ClusterCoordinator(strategy)
     with pytest.raises(FunctionError, match=r"'sequential/dense/kernel' of shape \(8, 5\) where 'a' has .*\(8, 4\)"):
         coordinator.schedule(lambda: served.train_on_batch(BATCHES[0])).fetch()
@@ -351,6 +370,13 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
         unlabeled.train_on_batch(X[:4])
     with pytest.raises(MisuseError, match="Scoring has a predict_step of its own, which workers don't call"):
         own.predict_on_batch(X[:4])
+    with pytest.raises(MisuseError, match="optimizer 'b/optimizer' keeps no averages: make it with use_ema=True"):
+        other.to_keras(averages=True)
+    if BACKEND == "torch":  # on JAX Keras itself drops what is assigned
+        with pytest.raises(
+            MisuseError, match=r"assigns sequential/.*kernel in its call, as SpectralNormalization does"
+        ):
+            assigning.train_on_batch(BATCHES[0])
     (tmp_path / "text.keras").write_text("text")
     with pytest.raises(ValueError, match=r"text\.keras' has no weights that 'b' can load: File is not a zip file"):
         other.load_weights(tmp_path / "text.keras")

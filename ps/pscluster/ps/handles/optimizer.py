@@ -203,9 +203,14 @@ class Optimizer(Handle):
             raise MisuseError(f"{variable.name!r} is an EmbeddingTable, whose slots and averages can't be read")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
 
+    @property
+    def use_ema(self) -> bool:
+        """Whether it keeps averages of the weights."""
+        return bool(self._spec.ema_momentum)
+
     def average(self, variable: Variable) -> SlotVariable:
         """Return the exponential average of a variable's values. MisuseError without `use_ema`."""
-        if not self._spec.ema_momentum:
+        if not self.use_ema:
             raise MisuseError(f"optimizer {self.name!r} keeps no averages: make it with use_ema=True")
         return self.slot(variable, AVERAGE)
 
