@@ -567,6 +567,20 @@ def test_a_block_can_not_change_which_parameters_there_are(coordinator: ClusterC
     check_same(served, Tied(), tolerance=0)
 
 
+@pytest.mark.usefixtures("coordinator")
+def test_what_a_block_does_to_values_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    served = serve(nn.Linear(2, 1), optimizer=optimizers.SGD(0.0))
+    before = served.state_dict()
+    for _ in range(2):
+        with served.step() as module:
+            module(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "changed the values of weight, bias itself" in told
+    assert "leave out torch's optimizer.step()" in told
+    assert all(torch.equal(value, before[name]) for name, value in served.state_dict().items())
+
+
 def test_what_a_block_freezes_is_frozen_for_it_alone(coordinator: ClusterCoordinator) -> None:
     served = serve(Recommender, optimizer=optimizers.SGD(0.1), tables=["emb"])
 

@@ -60,6 +60,7 @@ class LocalModule:
         self._parts = list(self.module.modules())
         self._held = _held_by(self._parts)
         self._buffers_read: list[bytes] = []
+        self._versions: list[int] = []  # of the parameters that are no tables, when a step begins
 
     def _check(self, served: ServedModule, structure: Structure) -> None:
         """Raise MisuseError unless the module has what was served."""
@@ -108,13 +109,17 @@ class LocalModule:
                 self._set_buffer(name, tensor)
             else:
                 buffer.data = tensor if buffer.device.type == "cpu" else tensor.to(buffer.device)
+        self._versions = [parameter._version for parameter in parameters.values()]
         for name, table in self.tables.items():
             table.begin(served.parameters[name])
         for name, (_, flat), array in zip(names, wanted, rows, strict=True):
             self.tables[name].give_rows(flat, array)
 
     def check(self, served: ServedModule) -> None:
-        """Raise MisuseError if the block has changed which parameters there are, or trains one that was frozen."""
+        """Raise MisuseError if the block has changed which parameters there are, or trains one that was frozen.
+
+        Warn if it has changed values of parameters: it may have reasons, as for a gradient at a point beside them.
+        """
         if _held_by(self._parts) != self._held:
             made, now = Structure(parameters=self._parameters), Structure.of(self.module)
             if differences := made.differences(now):
@@ -130,6 +135,14 @@ class LocalModule:
                 f"the block trains {', '.join(map(repr, thawed[:5]))}, and this was frozen (requires_grad=False) when "
                 "it was served, so it has no optimizer: nothing is pushed. Serve it with requires_grad, and freeze it "
                 "in the blocks that shall not train it"
+            )
+        parameters = zip(self._structure.parameters.items(), self._versions, strict=True)
+        if changed := [name for (name, parameter), before in parameters if parameter._version != before]:
+            _warn_once(
+                served,
+                "the block has changed the values of %s itself: only gradients go to the servers, where serve()'s "
+                "optimizer applies them, so leave out torch's optimizer.step(). This is logged once a worker",
+                changed,
             )
 
     def gradients(self, served: ServedModule) -> list[Applied]:
@@ -167,7 +180,12 @@ class LocalModule:
                 "it is"
             )
         if missing:
-            _warn_once(served, missing)
+            _warn_once(
+                served,
+                "no gradient for %s: a step has not used this, or not called backward(), and pushes nothing for it. "
+                "This is logged once a worker",
+                missing,
+            )
         return applied
 
     def changed_buffers(
@@ -236,7 +254,7 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[LocalModule] = []
-        self.warned: set[str] = set()
+        self.warned: set[tuple[str, str]] = set()
 
     def take(self, served: ServedModule, make: Callable[[], Any]) -> LocalModule:
         """Return a free module, or a new one."""
@@ -261,14 +279,8 @@ def pool_of(key: str) -> Pool:
         return _pools.setdefault(key, Pool())
 
 
-def _warn_once(served: ServedModule, names: list[str]) -> None:
+def _warn_once(served: ServedModule, message: str, names: list[str]) -> None:
     warned = served.pool.warned
-    if new := [name for name in names if name not in warned]:
-        warned.update(new)
-        logger.warning(
-            "no gradient for %s: a step has not used %s, or not called backward(), and pushes nothing for %s. This is "
-            "logged once a worker",
-            ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
-            "it" if len(new) == 1 else "them",
-            "it" if len(new) == 1 else "them",
-        )
+    if new := [name for name in names if (message, name) not in warned]:
+        warned.update((message, name) for name in new)
+        logger.warning(message, ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""))

@@ -80,7 +80,8 @@ class ServedModule(Sent):
         Gradients are zero when the block begins; several `backward()` add up. Frozen parameters, and those without a
         gradient, are not pushed; nothing is if the block raises. What the block does to gradients counts, such as
         `torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)`, also for the rows of tables. What it does to
-        parameters does not; what it freezes, by `requires_grad_(False)`, is frozen for this block.
+        values of parameters does not, which is logged; what it freezes, by `requires_grad_(False)`, is frozen for this
+        block.
 
         Buffers are pushed as well, if the block has changed them: to integer ones the difference is added, so that
         `num_batches_tracked` counts the steps of all workers; of others the value of the step that ended last stays.
