@@ -30,6 +30,7 @@ from pscluster.core.errors import ProtocolError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, capture, record_resolver, resolve
 from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.policy import SerializationPolicy, policy_of
+from pscluster.core.functions.sources import importer_of
 from pscluster.core.handles import Handle
 from pscluster.core.values import decode, encode
 from pscluster.core.values.records import imported_class
@@ -777,6 +778,18 @@ def test_references_that_lead_nowhere(definition: dict[str, Any], reason: str) -
     """The worker says why it can't resolve it."""
     with pytest.raises(UnresolvedReference, match=reason):
         resolve(definition_pb2.Definition(**definition), b"", things)
+
+
+def test_a_package_that_lacks_another_is_named() -> None:
+    """Such as Keras, which imports the backend that its environment names: its user has not imported that one."""
+    halfway: dict[str, Any] = {"__name__": "halfway.backend"}
+    exec(compile("def load(): import no_such_module", "/env/site-packages/halfway/backend.py", "exec"), halfway)
+    with pytest.raises(ImportError) as caught:
+        halfway["load"]()
+    assert importer_of(caught.value) == "halfway"
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("no_such_module")
+    assert importer_of(caught.value) == ""
 
 
 def test_errors_about_handles_come_through() -> None:

@@ -30,7 +30,14 @@ from pscluster.core.functions.by_reference import MAIN, NotByReferenceError, Wit
 from pscluster.core.functions.by_value import dump, largest_captured, load, module_name_of
 from pscluster.core.functions.loading import UnresolvedReference, import_checked, loaded_scripts, resolve_reference
 from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
-from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
+from pscluster.core.functions.sources import (
+    digest_of,
+    import_folders,
+    importer_of,
+    is_library,
+    reaches_edited,
+    source_of,
+)
 from pscluster.core.handles import Handle
 from pscluster.core.values import HandleResolver, describe
 from pscluster.core.values.decoding import RecordResolver
@@ -251,8 +258,11 @@ def resolve(
         mend = "or register the module with cloudpickle.register_pickle_by_value"
         if not chosen_policy().pickles:
             mend = "or name the folder that it is in with --functions-from"
+        which = ""
+        if isinstance(error, ImportError) and (package := importer_of(error)):
+            which, mend = f", which {package} imports", f"set what configures {package} in its environment, {mend}"
         raise UnresolvedReference(
-            f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
+            f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}{which}): "
             f"install what it imports there, {mend}"
         ) from error
     if not callable(function):

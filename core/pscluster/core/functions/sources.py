@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,15 @@ def in_library(path: str) -> bool:
     folders = [os.path.join(os.path.realpath(sysconfig.get_paths()[key]), "") for key in _LIBRARIES]
     path = os.path.realpath(path)
     return path.startswith(tuple(folders)) or not _PACKAGES.isdisjoint(Path(path).parts)
+
+
+def importer_of(error: ImportError) -> str:
+    """Return the installed package that could not import a module, such as Keras its backend; "" if none was it."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top not in sys.stdlib_module_names:  # the machinery of imports
+            return top if in_library(frame.f_code.co_filename) and top not in ("pscluster", "cloudpickle") else ""
+    return ""
 
 
 def is_library(module_name: str) -> bool:
