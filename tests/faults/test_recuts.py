@@ -1,8 +1,8 @@
 """Variables that are cut otherwise while functions use them: nothing is lost, nothing is applied twice.
 
 Gradients are ones, so that each row of an Adagrad table depends on how often it was updated alone: expected values are
-those of plain NumPy. An `EmbeddingTable` has rows like these, by ids that are strings. Each fault strikes once amid a
-cut, which is then done or undone.
+those of plain NumPy. An `EmbeddingTable` has rows like these, by ids that are strings, and joined variables count. Each
+fault strikes once amid a cut, which is then done or undone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEATHS = {
 """Points at which a server dies, and whether the cut is done nevertheless."""
 
 OF_TABLES = ("ps.capture.after", "ps.fill.after", "ps.adopt_cut.before")
-"""Those that are tried with an `EmbeddingTable`; one of them, and the others, with a variable."""
+"""Those that are tried with an `EmbeddingTable`; one of them with a variable, and the others with a joined one."""
 
 CHIEF_DEATHS = (
     "coordinator.recut.copied",
@@ -85,14 +85,18 @@ class Job:
             )
             self.rows = EmbeddingTable(DIM, ids=str, initializer=initializers.Zeros(), name="by-id", num_shards=2)
             self.count = Variable(np.zeros((64, 2), np.int64), name="count")
+            self.head, tail = Variable(np.zeros((30, 2)), name="head"), Variable(np.zeros((10, 2)), name="tail")
             self.adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+        self.joined = ShardedVariable([self.head, tail])
         self.coordinator = ClusterCoordinator(strategy)
         self.rng = np.random.default_rng(3)
         chances = np.arange(1, ROWS + 1) ** -1.1
         self.chances = chances / chances.sum()
-        self.expected, self.done, self.added = np.zeros(ROWS, np.int64), 0, 0
+        self.expected, self.added = np.zeros(ROWS, np.int64), 0
+        self.done = self.done_by_id = 0
         self.expected_by_id = np.zeros_like(self.expected)
-        table, rows, count, adagrad = self.table, self.rows, self.count, self.adagrad
+        table, rows, count, joined, adagrad = self.table, self.rows, self.count, self.joined, self.adagrad
+        ends = [0, len(joined) - 1]
 
         def step(ids: Ids, by_id: bool) -> tuple[int, int]:
             assert np.isfinite(table.gather(ids)).all()
@@ -100,6 +104,10 @@ class Job:
             of_table, of_rows = (IndexedSlices(ones, ids), table), (IndexedSlices(ones, TEXTS[ids]), rows)
             adagrad.apply_gradients([of_table, of_rows] if by_id else [of_table])
             count.assign_add(np.ones(count.shape, np.int64))
+            if by_id:
+                joined.scatter_add(IndexedSlices(np.full((1, 2), 10.0), [ends[0]]))
+                joined.scatter_add(IndexedSlices(np.full((2, 2), 10.0), ends))
+                joined.assign_add(np.arange(len(joined))[:, None])
             return table.num_shards, len(table.variables)
 
         self.step = step
@@ -111,6 +119,7 @@ class Job:
             self.expected[ids] += 1
             self.expected_by_id[ids] += by_id
             self.done += 1
+            self.done_by_id += by_id
             functions.append(self.coordinator.schedule(self.step, args=(ids, by_id)))
         return functions
 
@@ -129,6 +138,10 @@ class Job:
         slot = self.adagrad.slot(self.table, "accumulator").numpy()
         np.testing.assert_array_equal(slot, np.repeat(self.expected[:, None], DIM, axis=1))
         assert set(self.count.numpy().reshape(-1).tolist()) == {self.done + self.added}
+        expected = np.arange(40) * self.done_by_id
+        expected[[0, -1]] += 20 * self.done_by_id, 10 * self.done_by_id
+        np.testing.assert_array_equal(self.joined.numpy(), np.repeat(expected[:, None], 2, axis=1))
+        np.testing.assert_array_equal(self.joined.gather([39, 0, 29, 30])[:, 1], expected[[39, 0, 29, 30]])
         assert self.adagrad.iterations == self.done
         assert self.strategy.lost_updates() == {}
         held = sum(reply.variables for reply in self.strategy.client.statuses())
@@ -178,7 +191,8 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
         stack.callback(adding.join)
         stack.callback(over.set)
         first = job.schedule(40, by_id=False)
-        applied = strategy.apply(replace(plan, cuts=(*plan.cuts, job.cut(count, 4, by_rows=False))))
+        by_hand = job.cut(count, 4, by_rows=False), job.cut(job.head, 3)
+        applied = strategy.apply(replace(plan, cuts=(*plan.cuts, *by_hand)))
         last = job.schedule(40, by_id=False)
         more.clear()
         assert more.wait(TIMEOUT)
@@ -186,7 +200,9 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
     assert [(cut.variable, cut.before, cut.num_shards, cut.row_order) for cut in applied.cuts] == [
         ("table", 2, 16, "hash"),
         ("count", 1, 4, ""),
+        ("head", 1, 3, "hash"),
     ]
+    assert (job.joined.num_shards, job.joined.variables[0] is job.head) == (4, True)
     assert applied.cuts[0].nbytes == 2 * ROWS * DIM * 4, "values, and a slot"
     assert applied.left == ()
     assert str(applied).startswith("table: cut by hash into 16 shards instead of 2, 128,000 bytes in ")
@@ -218,13 +234,14 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("point", "by_id"), [*((point, point in OF_TABLES) for point in DEATHS), ("ps.fill.after", False)]
+    ("point", "of"),
+    [*((point, "rows" if point in OF_TABLES else "head") for point in DEATHS), ("ps.fill.after", "table")],
 )
-def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str, by_id: bool) -> None:
+def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str, of: str) -> None:
     """It is restarted, and has what it should; the cut is done, or can be made again."""
     armed.arm(f"ps/{point}=kill@1")
     job.schedule(20)
-    table = job.rows if by_id else job.table
+    table: Variable = getattr(job, of)
     shards = table.num_shards
     plan = job.plan(job.cut(table, shards + 2))
     if not DEATHS[point]:
@@ -273,8 +290,6 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
             encoded = Variable(np.zeros((8, 2), np.float32), name="encoded", wire_dtype="bfloat16")
             table = EmbeddingTable(4, name="rows", num_shards=4)
             limited = EmbeddingTable(4, name="limited", num_shards=2, max_bytes=1000 * 32)
-            parts = [Variable(np.zeros((4, 2), np.float32), name=f"part-{index}") for index in range(2)]
-            joined = ShardedVariable(parts)
             sgd = optimizers.SGD(1.0, name="sgd")
         coordinator = ClusterCoordinator(strategy)
 
@@ -286,9 +301,7 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         plan = replace(
             strategy.plan("bytes"),
             moves=(),
-            cuts=tuple(
-                ProposedCut(each.name, 0, 0.9, each.num_shards, 4, True) for each in (plain, encoded, table, parts[0])
-            ),
+            cuts=tuple(ProposedCut(each.name, 0, 0.9, each.num_shards, 4, True) for each in (plain, encoded, table)),
         )
         limited.scatter_add(IndexedSlices(np.ones((1900, 4)), np.arange(1900)))
         with pytest.raises(
@@ -298,11 +311,8 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         applied = strategy.apply(plan)
         assert [cut.variable for cut in applied.cuts] == ["plain", "encoded"]
         reasons = dict(applied.left)
-        assert reasons.keys() == {"rows", "part-0"}
-        assert reasons["rows"] == "it has 4 shards, and is to have 4"
-        assert "joined as shards of one: move it, join more" in reasons["part-0"]
+        assert reasons == {"rows": "it has 4 shards, and is to have 4"}
         assert "rows: not cut otherwise, since it has 4 shards" in str(applied)
-        assert joined.numpy().shape == (8, 2)
         for _ in range(10):
             coordinator.schedule(push)
         coordinator.join(TIMEOUT)
@@ -416,7 +426,7 @@ SCRIPT = """
     import numpy as np
     from pscluster.coordinator import (
         ClusterCoordinator, EmbeddingTable, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy,
-        TFConfigClusterResolver, Variable, initializers, optimizers,
+        ShardedVariable, TFConfigClusterResolver, Variable, initializers, optimizers,
     )
     from pscluster.coordinator.moves.plan import ProposedCut
     from tests.faults.steps import note
@@ -430,17 +440,21 @@ SCRIPT = """
     with strategy.scope():
         trained = Variable(np.zeros((32, 2), np.float32), name="trained")
         rows = EmbeddingTable(2, initializer=initializers.Zeros(), name="rows", num_shards=2)
+        head, tail = (Variable(np.zeros((16, 2)), name=name) for name in ("head", "tail"))
         adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+    joined = ShardedVariable([head, tail])
     coordinator = ClusterCoordinator(strategy)
 
     def step():
         ones = np.ones((32, 2), np.float32)
         adagrad.apply_gradients([(ones, trained), (IndexedSlices(ones, np.arange(32)), rows)])
+        for ids in ([0], [0, 31], np.arange(32)):  # the first concerns one of the two that are joined
+            joined.scatter_add(IndexedSlices(np.ones((len(ids), 2)), ids))
 
     for done in range(strategy.progress.get("done", 0), 8):
         cuts = tuple(
             ProposedCut(each.name, 0, 0.9, each.num_shards, 2 + done, done % 2 == 1)
-            for each in (trained, rows)
+            for each in (trained, rows, head)
             if each.num_shards < 2 + done
         )
         strategy.apply(replace(strategy.plan(), moves=(), cuts=cuts))
@@ -451,6 +465,7 @@ SCRIPT = """
     expected = -np.sum(1 / np.sqrt(np.arange(1, 9)))
     np.testing.assert_allclose(trained.numpy(), np.full((32, 2), expected), rtol=1e-5)
     np.testing.assert_array_equal(rows.lookup(np.arange(32)), trained.numpy())
+    np.testing.assert_array_equal(joined.numpy()[:, 0], [24, *[8] * 30, 16])
     held = sum(each.variables for each in strategy.client.statuses())
     note(sys.argv[1], "result", f"{adagrad.iterations} {trained.num_shards} {rows.num_shards} {held}")
 """
@@ -465,4 +480,4 @@ def test_the_coordinator_dies_amid_cuts(armed: Armed, job: Job, tmp_path: Path) 
     codes = armed.run_until_it_ends(SCRIPT, tmp_path, most=2 + len(faults))
     assert codes == [-signal.SIGKILL] * len(faults) + [0]
     armed.until_struck(*faults, calls=False)
-    assert (tmp_path / "result").read_text() == "8 9 9 18"
+    assert (tmp_path / "result").read_text() == "8 9 9 29"

@@ -349,8 +349,8 @@ class ParameterServerStrategy(Strategy):
         docs/guarantees.md says what holds.
 
         Returns:
-            What was moved and cut; and which variables were not cut, and why: one that was joined with others, a global
-            array's, or one that the script has not made yet.
+            What was moved and cut; and which variables were not cut, and why: a global array's, or one that the script
+            has not made yet.
 
         Raises:
             MisuseError: the plan no longer fits: a variable was deleted or cut otherwise, a shard is elsewhere by now,

@@ -9,7 +9,7 @@ import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError
 from pscluster.core.geometry.partition import Partition
-from pscluster.core.geometry.row_orders import RANGE, RowOrder
+from pscluster.core.geometry.row_orders import RANGE, JoinedOrder, RowOrder
 from pscluster.core.limits import MAX_RANK, check_name
 from pscluster.v1 import ps_pb2
 
@@ -128,7 +128,7 @@ def row_order_of(message: ps_pb2.RowOrder) -> RowOrder:
     return RowOrder(message.kind, message.seed) if message.kind else RANGE  # type: ignore[arg-type]  # it is checked
 
 
-def row_order_message(order: RowOrder) -> ps_pb2.RowOrder | None:
+def row_order_message(order: RowOrder | JoinedOrder) -> ps_pb2.RowOrder | None:
     """Return an order of rows as a message; None for that of their numbers."""
     return None if order == RANGE else ps_pb2.RowOrder(kind=order.kind, seed=order.seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 
@@ -34,6 +35,17 @@ def tables(draw: st.DrawFn, rows: int) -> Partition:
     return Partition((rows, 2), (ends, columns), order)
 
 
+@st.composite
+def several(draw: st.DrawFn, rows: int) -> Partition:
+    """Such a table, or several that are joined and are cut along axis 0 alone."""
+    if draw(st.booleans()):
+        return draw(tables(rows))
+    ends = [0, *sorted(draw(st.lists(st.integers(0, rows), max_size=3))), rows]
+    parts = [draw(tables(stop - start)) for start, stop in itertools.pairwise(ends)]
+    by_rows = (Partition(part.shape, (part.ends[0], (2,)), part.order) for part in parts)
+    return Partition.joined(list(by_rows))
+
+
 def cut(whole: Array, partition: Partition) -> list[Array]:
     """The shards as servers would hold them."""
     return [whole[partition.index(shard)].copy() for shard in range(partition.num_shards)]
@@ -43,7 +55,7 @@ def cut(whole: Array, partition: Partition) -> list[Array]:
 @settings(deadline=None)
 def test_orders_are_bijections(data: st.DataObject, rows: int) -> None:
     """Each row has one place, and each place its row; shards are ranges of places."""
-    partition = data.draw(tables(rows))
+    partition = data.draw(several(rows))
     ids = np.arange(rows)
     places = partition.places(ids)
     assert sorted(places.tolist()) == ids.tolist()
@@ -62,7 +74,7 @@ def test_orders_are_bijections(data: st.DataObject, rows: int) -> None:
 @settings(deadline=None)
 def test_rows_come_back_in_the_order_of_their_ids(data: st.DataObject, rows: int) -> None:
     """Sorted or not, with duplicates."""
-    partition = data.draw(tables(rows)).of_rows
+    partition = data.draw(several(rows)).of_rows
     ids = np.array(data.draw(st.lists(st.integers(0, rows - 1), max_size=60)), np.int64)
     ids = np.sort(ids) if data.draw(st.booleans()) else ids
     shards, read = cut(np.arange(rows), partition), np.full(ids.shape, -1)

@@ -95,11 +95,6 @@ class Recutter:
             return "the script has not made it yet, and it may be a global array's: apply a plan after that"
         if known.laid_out:
             return "its shards are the blocks of a global array: make that with another layout, in a new variable"
-        if known.joined:
-            return (
-                "it is one of several variables that were joined as shards of one: move it, join more and smaller "
-                "ones, or make one variable with a partitioner"
-            )
         return ""
 
     def cut(self, cut: ProposedCut, loads: Sequence[PlacedShard]) -> NewCut:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pscluster.core.geometry.row_orders import RANGE, Ids, RowOrder
+from pscluster.core.geometry.row_orders import RANGE, Ids, JoinedOrder, RowOrder
 
 
 def even_ends(length: int, parts: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Partition:
 
     shape: tuple[int, ...]  # of the whole array
     ends: tuple[tuple[int, ...], ...]  # for each axis, non-decreasing up to the axis' length: pieces may be empty
-    order: RowOrder = RANGE
+    order: RowOrder | JoinedOrder = RANGE
 
     def __post_init__(self) -> None:
         # NumPy and protobuf have their own integers and sequences: convert them, so that equal partitions are equal,
@@ -104,8 +104,9 @@ class Partition:
             return
         if not self.shape or any(self.cut_axes):
             raise ValueError(f"rows are cut by {self.order.kind} along axis 0 alone, not into {self.grid}")
-        if self.ends[0] != (even := even_ends(self.shape[0], len(self.ends[0]))):
-            raise ValueError(f"axis 0: by {self.order.kind}, pieces end at {even}, not at {self.ends[0]}")
+        due = self.order.ends if isinstance(self.order, JoinedOrder) else even_ends(self.shape[0], len(self.ends[0]))
+        if self.ends[0] != due:
+            raise ValueError(f"axis 0: by {self.order.kind}, pieces end at {due}, not at {self.ends[0]}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -139,6 +140,22 @@ class Partition:
             except ValueError as error:
                 raise ValueError(f"axis {axis}: {error}") from None
         return cls(tuple(shape), tuple(ends))
+
+    @classmethod
+    def joined(cls, partitions: Sequence[Partition]) -> Partition:
+        """Return the cut of arrays that lie end to end along axis 0, and are of one shape but for that.
+
+        Raise ValueError if one of them is cut along another axis, or joined itself.
+        """
+        parts, columns = [], partitions[0].shape[1:]
+        for partition in partitions:
+            if any(partition.cut_axes) or isinstance(partition.order, JoinedOrder):
+                raise ValueError(f"arrays are joined that are cut along axis 0 alone, not into {partition.grid}")
+            parts.append((partition.order, partition.ends[0]))
+        order = JoinedOrder(tuple(parts))
+        ends = order.ends
+        in_order = all(of_part == RANGE for of_part, _ in parts)
+        return cls((ends[-1], *columns), (ends, *((length,) for length in columns)), RANGE if in_order else order)
 
     @property
     def grid(self) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ one range gets most of the traffic. The other orders are bijections from ids to 
   `geometry.even_ends`.
 - "hash": places are ids scrambled by a seed. Ids that share a factor with the number of shards are spread as well.
 
+Tables that are joined end to end keep each its own order: `JoinedOrder`.
+
 Hashing: on k bits, `x ^= x >> s` and `x = (x + a) * m`, with an odd m, are bijections; three rounds of them, as in the
 finalizer of MurmurHash3 (Appleby 2011), scramble 0..2**k - 1. The constants a are drawn from the seed by SplitMix64
 (Steele et al. 2014). For a number of rows that is no power of two, whatever leaves 0..rows - 1 is scrambled again until
@@ -19,9 +21,9 @@ be picked so that they meet on one shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +75,50 @@ class RowOrder:
 
 
 RANGE = RowOrder()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedOrder:
+    """The order of rows of tables that lie end to end: each table's rows are in places of its own, in its own order.
+
+    `parts` are the orders of the tables, each with the ends of its shards. The methods are those of `RowOrder`.
+    """
+
+    parts: tuple[tuple[RowOrder, tuple[int, ...]], ...]
+    kind: ClassVar[Literal["joined"]] = "joined"
+    seed: ClassVar[int] = 0
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ends of all shards."""
+        return tuple(start + end for start, _, ends in self._tables() for end in ends)
+
+    def _tables(self) -> Iterator[tuple[int, RowOrder, tuple[int, ...]]]:
+        """Yield the first place, the order and the ends of each table."""
+        start = 0
+        for order, ends in self.parts:
+            yield start, order, ends
+            start += ends[-1]
+
+    def places(self, ids: Ids, ends: tuple[int, ...]) -> Ids:
+        """Return the places of the rows with these ids, each in 0..rows - 1."""
+        del ends
+        places = ids.copy()
+        for start, order, own in self._tables():
+            if order != RANGE:
+                there = (ids >= start) & (ids < start + own[-1])
+                places[there] = order.places(ids[there] - start, own) + start
+        return places
+
+    def row_ids(self, start: int, stop: int, ends: tuple[int, ...]) -> Ids:
+        """Return the ids of the rows in the places from `start` to before `stop`."""
+        del ends
+        pieces = [np.empty(0, np.int64)]
+        for first, order, own in self._tables():
+            low, high = max(start - first, 0), min(stop - first, own[-1])
+            if low < high:
+                pieces.append(order.row_ids(low, high, own) + first)
+        return np.concatenate(pieces)
 
 
 def by_modulo(ids: Ids, shards: int) -> tuple[Ids, Ids]:

@@ -90,7 +90,7 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
         )
     flat = ids.reshape(-1)
     shards, kind = partition.num_shards, partition.order.kind
-    if kind == "hash":
+    if kind in ("hash", "joined"):
         flat = partition.places(flat)
     if shards == 1:
         return [ShardRows(np.arange(flat.size, dtype=np.int64), flat)]

@@ -1,9 +1,12 @@
-"""Variables of several shards: cut by a partitioner, or existing variables joined as the shards of one."""
+"""Variables of several shards: cut by a partitioner, or existing variables joined as the shards of one.
+
+Joined variables may be cut themselves, from the start or while the job lives: then all their shards are those of the
+whole, in which each has its rows in its own order. A handle of the whole follows the cuts of its members.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +27,8 @@ class ShardedVariable(Variable):
     """A variable that is cut into several shards. `Variable(...)` makes one if the partitioner cuts it.
 
     `ShardedVariable([a, b])` joins existing variables along axis 0, as the shards of one. They remain variables: their
-    values are its rows, checkpoints have each on its own, and an optimizer keeps slots beside each of them.
+    values are its rows, checkpoints have each on its own, and an optimizer keeps slots beside each of them. One that is
+    cut by rows brings all its shards.
 
     Args:
         variables: of one type, and of one shape except for the first axis.
@@ -32,7 +36,8 @@ class ShardedVariable(Variable):
 
     Raises:
         TypeError: not a list, an empty one, or an element is not a variable.
-        ValueError: they differ in type or in shape after axis 0, or one is a scalar, cut, or given twice.
+        ValueError: they differ in type or in shape after axis 0, or one is a scalar, joined itself, cut along another
+            axis, or given twice.
         MisuseError: they belong to several strategies.
     """
 
@@ -43,28 +48,50 @@ class ShardedVariable(Variable):
         return iter(self.variables)
 
 
+class _UpdateOfMembers(int):
+    """What numbers an update of joined variables: each of them that it concerns does, once, for all of its shards.
+
+    So an update that runs again has the same numbers, also if a member is cut otherwise by then.
+    """
+
+    def __init__(self, *_: object) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def of(self, place: int, member: Variable) -> int:
+        """Return the number that the member at this place gives it."""
+        if place not in self._numbers:
+            self._numbers[place] = member.next_update()
+        return self._numbers[place]
+
+
 class JoinedVariable(ShardedVariable):
     """Several variables as the shards of one. Each numbers the updates that concern it."""
 
     handle_kind = "joined"
     takes_whole_reads = False
     _members: tuple[Variable, ...]
+    _sources: tuple[tuple[int, int], ...]  # of each shard: the place of its member, and which of that one's it is
 
     @staticmethod
     def of_members(variables: Sequence[Variable], name: str) -> JoinedVariable:
         members = _checked_members(variables)
         first = members[0]
-        stops = tuple(itertools.accumulate(member.shape[0] for member in members))
         handle: JoinedVariable = object.__new__(JoinedVariable)
         handle.name, handle.dtype, handle.client, handle._slot = str(name), first.dtype, first.client, None
-        handle.shape = (stops[-1], *first.shape[1:])
         handle.trainable = all(member.trainable for member in members)
         handle.ephemeral = first.ephemeral
-        partition = Partition(handle.shape, (stops, *((length,) for length in first.shape[1:])))
-        handle._cut, handle.origin, handle._members = SharedCut(Cut(0, partition, ())), 0, members  # unknown to servers
+        handle._cut, handle.origin, handle._members = SharedCut(_cut_of(members)), 0, members  # unknown to servers
+        handle.cut_changed()
+        handle.shape = handle.partition.shape
         for member in members:
-            member.joined = True
+            member._cut.follow(handle)
         return handle
+
+    def cut_changed(self) -> None:
+        self._cut.change(_cut_of(self._members))
+        self._sources = tuple(
+            (place, shard) for place, member in enumerate(self._members) for shard in range(member.num_shards)
+        )
 
     @staticmethod
     def of_key(key: str, variable: Callable[[str], Variable]) -> JoinedVariable:
@@ -77,7 +104,7 @@ class JoinedVariable(ShardedVariable):
 
     @property
     def owners(self) -> tuple[int, ...]:
-        return tuple(member.owners[0] for member in self._members)
+        return tuple(owner for member in self._members for owner in member.owners)
 
     @property
     def handle_key(self) -> str:
@@ -98,15 +125,21 @@ class JoinedVariable(ShardedVariable):
         return iter(self._members)
 
     def _read_item(self, shard: int, rows: ps_pb2.Rows = ALL) -> ps_pb2.ReadItem:
-        return self._members[shard]._read_item(0, rows)
+        place, of_member = self._sources[shard]
+        return self._members[place]._read_item(of_member, rows)
 
     def _shard_update(self, kind: ps_pb2.UpdateKind, shard: int, nth: int, *args: Any, **kwargs: Any) -> ShardUpdate:
-        del nth
-        member = self._members[shard]
-        return member._shard_update(kind, 0, member.next_update(), *args, **kwargs)
+        assert isinstance(nth, _UpdateOfMembers)
+        place, of_member = self._sources[shard]
+        member = self._members[place]
+        return member._shard_update(kind, of_member, nth.of(place, member), *args, **kwargs)
 
     def next_update(self) -> int:
-        return 0  # see `_shard_update`
+        return _UpdateOfMembers()
+
+
+def _cut_of(members: Sequence[Variable]) -> Cut:
+    return Cut(0, Partition.joined([member.partition for member in members]), ())
 
 
 def _checked_members(variables: object) -> tuple[Variable, ...]:
@@ -120,10 +153,15 @@ def _checked_members(variables: object) -> tuple[Variable, ...]:
             raise ValueError(f"variables[{index}] is {member.name!r}, a shard of a variable: give whole variables")
         if not isinstance(member, Variable) or isinstance(member, SlotVariable | Variable._table_type):
             raise TypeError(f"variables[{index}] is {describe(member)}, not a variable: make one with Variable(...)")
-        if member.num_shards > 1 or isinstance(member, JoinedVariable):
-            raise ValueError(f"variables[{index}], {member.name!r}, is itself partitioned: give variables that are not")
+        if isinstance(member, JoinedVariable):
+            raise ValueError(f"variables[{index}], {member.name!r}, is joined itself: give the variables it is made of")
         if not member.shape:
             raise ValueError(f"variables[{index}], {member.name!r}, is a scalar: it has no axis to join along")
+        if others := [axis for axis in member.partition.cut_axes if axis]:
+            raise ValueError(
+                f"variables[{index}], {member.name!r}, is cut along axis {others[0]}: variables are joined along axis "
+                "0, and may be cut along that alone"
+            )
     first, names = variables[0], [member.name for member in variables]
     for index, member in enumerate(variables):
         if member.dtype != first.dtype:

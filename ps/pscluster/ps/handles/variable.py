@@ -148,8 +148,6 @@ class Variable(VariableUpdates, ReadableVariable, Handle):
     trainable: bool
     origin: int
     """The number that it was created under, by which handles name it: it stays when it is cut otherwise."""
-    joined = False
-    """Whether it is, in this process, a shard of several variables that were joined."""
     laid_out = False
     """Whether its shards are, in this process, the blocks of a global array's layout, and must stay so."""
     # Modules that build on this one set these.
@@ -235,7 +233,7 @@ class Variable(VariableUpdates, ReadableVariable, Handle):
         return len(self.shape)
 
     def __repr__(self) -> str:
-        devices = ", ".join(sorted({shard.device for shard in self.variables}))
+        devices = ", ".join(f"/job:ps/task:{server}" for server in sorted(set(self.owners)))
         return f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype.name} on {devices}>"
 
     def _repr_html_(self) -> str:
