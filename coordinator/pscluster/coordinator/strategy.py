@@ -328,7 +328,7 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             by: "load": bytes of values read and updated lately, those of two minutes ago counted half, and so on; or
-                "bytes" of values held, without slots.
+                "bytes" of values held, without slots: of an `EmbeddingTable`, of the rows that there are.
 
         Returns:
             For `apply`, the shards to move, and the variables to cut otherwise, since moves do not help; and the load

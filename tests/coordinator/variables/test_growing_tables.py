@@ -139,6 +139,16 @@ def cut(job: Job, shards: int, *tables: EmbeddingTable) -> list[int]:
     return [made.nbytes for made in applied.cuts]
 
 
+def test_plans_weigh_the_rows_that_there_are(job: Job) -> None:
+    """Not those that a table has room for."""
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, initializer=INITIAL, capacity=1 << 20)
+    before = sum(job.strategy.plan("bytes").before)
+    table.scatter_update(IndexedSlices(np.ones((100, DIM)), np.arange(100)))
+    assert sum(job.strategy.plan("bytes").before) - before == 100 * 4 * table.partition.shape[1]
+    job.strategy.delete_variable(table)
+
+
 @pytest.mark.timeout(120)
 def test_tables_are_cut_into_other_numbers_of_shards(job: Job, tmp_path: Path) -> None:
     """Rows, slots and residuals are those of tables that stay as they are, for functions as for the script.

@@ -163,13 +163,14 @@ class ShardMover:
         """Return all shards, with the load of each, and how variables are used."""
         known, uses = measured(self._context.client.statuses(MAX_COUNT, shards=True), by)
         loads = {(shard.variable, shard.shard): shard.load for shard in known}
-        shards = self.shards()
-        if by == "load":
-            shards = [replace(shard, load=loads.get((shard.variable, shard.shard), 0.0)) for shard in shards]
-        return shards, uses
+
+        def load_of(shard: PlacedShard) -> float:  # tables that grow hold less than they have room for
+            return loads.get((shard.variable, shard.shard), shard.load if by == "bytes" else 0.0)
+
+        return [replace(shard, load=load_of(shard)) for shard in self.shards()], uses
 
     def shards(self) -> list[PlacedShard]:
-        """Return all shards of the job by bytes, also of variables that the script has not made again yet."""
+        """Return all shards of the job by the bytes that they have room for, also of variables not made again yet."""
         client, shards = self._context.client, list[PlacedShard]()
         for spec in client.directory()[0].variables:
             if spec.evaluation:

@@ -80,7 +80,7 @@ def remove_server(context: JobContext, *, hold: bool = False) -> list[Moved]:
         task = context.servers[last].peer.task
         context.variables.resize(last)
         try:
-            for move in balanced(mover.shards(), range(last)):
+            for move in balanced(mover.loads("bytes")[0], range(last)):
                 if move.source == last and (done := mover.carry_out(move)) is not None:
                     moved.append(done)
             with context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
