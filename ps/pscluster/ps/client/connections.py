@@ -54,6 +54,7 @@ class Session:
         self.nth = 0  # requests sent
         self.begin = 0.0  # when the last one was sent
         self.rested = 0.0  # seconds since then in which no thread has waited for the reply
+        self._resting_since = 0.0  # while none does
         self._exchange = watch(WatchedCall(stream.cancel, liveness.max_silence, liveness))
 
     def send(self, parts: Sequence[Buffer], timeout: float) -> None:
@@ -66,11 +67,11 @@ class Session:
     def rest(self) -> None:
         """Begin a time in which no thread waits for the reply: how long that is says nothing about the server."""
         self._exchange.end()
-        self.rested = time.monotonic()
+        self._resting_since = time.monotonic()
 
     def resume(self, timeout: float) -> None:
         """Wait for the reply from now on, for at most `timeout` seconds."""
-        self.rested = time.monotonic() - self.rested
+        self.rested += time.monotonic() - self._resting_since
         self._exchange.begin(timeout)
 
     def receive(self) -> bytes:
