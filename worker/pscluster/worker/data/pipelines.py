@@ -38,6 +38,7 @@ from pscluster.worker.data.sources import (
     size_of,
     stacked,
     take,
+    take_rows,
     unstacked,
 )
 
@@ -268,28 +269,56 @@ class Pipeline(Sent):
             yield from self._of_stream(_in_turn(streams), subject, epoch, indices[0])
         if blocks:
             try:
-                together = joined(blocks)
+                blocks = [joined(blocks)]
             except Exception as error:  # they don't fit together
                 yield self._failed(subject, len(blocks), error)
                 return
-            del blocks
-            yield from self._of_block(together, subject, epoch, indices[0], by_batch=isinstance(source, Files))
+            yield from self._of_block(blocks.pop(), subject, epoch, indices[0], by_batch=isinstance(source, Files))
 
     def _of_block(self, block: Any, subject: str, epoch: int, index: int, *, by_batch: bool) -> Iterator[Any]:
         """Yield the elements of examples. `by_batch`: there may be many, and other leaves than arrays."""
         size = size_of(block)
-        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
-        if not by_batch:  # copied, in the epoch's order: the source may keep it, or map it from a file
-            block = take(block, order) if self.seed is not None else map_leaves(_copied, block)
         step = self.batch or 1
         stop = size - size % step if self.drop_remainder else size
+        if type(block) is dict:
+            block = dict(block)  # columns are taken out of it, and the source may keep its own
         if self._are_cut and not by_batch and not isinstance(block, list):
-            if stop:
-                yield Batches(block, step, stop)
+            batches = Batches(block, step, stop, partial(self._arranged_or_failed, epoch, index, subject))
+            del block
+            if batches:
+                yield batches
             return
+        order = self._order_within(epoch, index, size) if by_batch else None
+        if order is None:
+            block = self._arranged(epoch, index, block)
         for start in range(0, stop, step):
-            examples = take(block, order[start : start + step]) if by_batch else cut(block, start, start + step)
+            examples = cut(block, start, start + step) if order is None else take(block, order[start : start + step])
             yield self._of_examples(examples, start, subject)
+
+    def _order_within(self, epoch: int, index: int, size: int) -> Numbers:
+        """Return the order of the examples of a block, or of several that are shuffled together."""
+        return np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
+
+    def _arranged(self, epoch: int, index: int, block: Any) -> Any:
+        """Return a copy of a block, in the epoch's order: the source may keep it, or map it from a file.
+
+        The columns of a dict are taken out of it one by one, so that each can be freed once it was copied.
+        """
+        order = None if self.seed is None else self._order_within(epoch, index, size_of(block))
+        if isinstance(block, list):
+            return block if order is None else take(block, order)
+        arrange = _copied if order is None else partial(take_rows, indices=order)
+        if type(block) is not dict:
+            return map_leaves(arrange, block)
+        return {name: map_leaves(arrange, block.pop(name)) for name in list(block)}
+
+    def _arranged_or_failed(self, epoch: int, index: int, subject: str, block: Any) -> Any:
+        """Do what `_arranged` does. Raise the DatasetError of what it raises."""
+        size = size_of(block)
+        try:
+            return self._arranged(epoch, index, block)
+        except Exception as error:
+            raise self._failed(subject, size, error) from error
 
     def _of_stream(self, examples: Iterator[Any], subject: str, epoch: int, number: int) -> Iterator[Any]:
         """Yield elements as they come. At most a batch is held in memory, plus a split if shuffled."""

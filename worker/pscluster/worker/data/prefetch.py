@@ -11,13 +11,16 @@ functions need not be thread-safe. Which thread depends on how long reading take
            time from one element to the next
 
 Batches that are cut out of one block are read at once, and handed over as one: what is said of elements here goes for
-all of them together. Of blocks, one is read ahead.
+all of them together. Of blocks, one is read ahead of the one that its function uses, or waits for. A block must also be
+arranged (shuffled, copied). That does the thread that has read it; but if the function waits for it, the function's
+own, while the reader's reads the next one.
 
 States of a part, all under the reader's lock:
 
     WAITING --add--> READING --the last element was read--> READ --close--> CLOSED    from any state, with its function
 
-The lock is free while an element is read: what is read for a part that was closed in the meantime is dropped.
+The lock is free while an element is read or arranged: what is read for a part that was closed in the meantime is
+dropped. Only one thread at a time takes a part's elements: its function's, or the one that prepares it.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Part(Handle):
         self.ready: deque[Any] = deque()  # elements, and `Batches` of several
         self.peeked: deque[Any] = deque()  # taken from `ready` before its function ran, and not given yet
         self.read = self.closed = False
+        self.awaited = False  # its function waits for an element, or arranges a block
         self.given = 0
         self.waited = 0.0  # seconds, by its function
         self.skipped: list[DatasetError] = []
@@ -165,13 +169,18 @@ class Part(Handle):
     @property
     def wants_more(self) -> bool:
         """Whether to read on ahead. Under the lock."""
-        begun = bool(self.ready) and isinstance(first := self.ready[0], Batches) and first.begun
-        return not self.read and len(self.ready) - begun < self.pipeline.ahead and self.pace.is_slow()
+        used = bool(self.ready) and self._is_used(self.ready[0])
+        return not self.read and len(self.ready) - used < self.pipeline.ahead and self.pace.is_slow()
 
     @property
     def has_whole_block(self) -> bool:
-        """Whether there is a block of which nothing was taken. Under the lock."""
-        return bool(self.ready) and isinstance(last := self.ready[-1], Batches) and not last.begun
+        """Whether there is a block beside the one that its function uses, or is about to. Under the lock."""
+        last = self.ready[-1] if self.ready else None
+        return isinstance(last, Batches) and not (last is self.ready[0] and self._is_used(last))
+
+    def _is_used(self, first: Any) -> bool:
+        """Whether `first` of `ready` is a block of which its function has taken something, or waits for it."""
+        return isinstance(first, Batches) and (first.begun or self.awaited)
 
     def take(self) -> tuple[Any, bool]:
         """Return the next element, which must be in `ready`, and whether there is room for more. Under the lock."""
@@ -190,6 +199,11 @@ class Part(Handle):
         """Read the next element, or its error, or several, into `ready`. Not under the lock."""
         try:
             found = next(self._found)
+            if isinstance(found, Batches) and (self.ready or not self.awaited):
+                try:
+                    found.arrange()
+                except DatasetError as error:
+                    found = error
         except StopIteration:
             self.read = True
         except BaseException as error:  # a sys.exit() of the user's function must not end the reader
@@ -326,6 +340,8 @@ class Reader:
         with self._lock:
             if not part.ready and not self._await(part):
                 return False, None
+            if part.ready and isinstance(block := part.ready[0], Batches) and not block.is_arranged:
+                self._arrange(part, block)
             if part.closed or not part.ready:
                 raise EndOfPart(part.given)
             element, makes_room = part.take()
@@ -336,12 +352,44 @@ class Reader:
     def _await(self, part: Part) -> bool:
         """Wait for the next element, or read it. Return False after `_CHECK_SECONDS`. Under the lock."""
         until = time.monotonic() + _CHECK_SECONDS
-        while not (part.ready or part.read or part.closed) and self._reading:
-            if not self._changed.wait(until - time.monotonic()):
-                return False
+        part.awaited = True
+        try:
+            while not (part.ready or part.read or part.closed) and (self._reading or self._is_left(part)):
+                if self._changed.wait(until - time.monotonic()):
+                    continue
+                if self._reading:
+                    return False
+                break  # the thread does not come
+        finally:
+            part.awaited = False
         if not (part.ready or part.read or part.closed):
             self._read(part)
         return True
+
+    def _is_left(self, part: Part) -> bool:
+        """Whether reading is left to the reader's thread, which is woken. Under the lock.
+
+        If the function's thread read the block itself, the other could not begin the next one until this one is used:
+        to wake up, it needs Python's lock.
+        """
+        self._wake()
+        return self.is_slow and self._next_wanted() is part
+
+    def _arrange(self, part: Part, block: Batches) -> None:
+        """Arrange the part's next block, for its function. Under the lock, which is free meanwhile."""
+        failure = None
+        part.awaited = True  # still: the next block is read meanwhile
+        self._wake()
+        self._lock.release()
+        try:
+            block.arrange()
+        except DatasetError as error:
+            failure = error
+        finally:
+            self._lock.acquire()
+            part.awaited = False
+        if failure is not None and not part.closed:
+            part.ready[0] = failure
 
     def _read(self, part: Part, following: Sequence[Part] = ()) -> None:
         """Read an element, and prime these parts. Under the lock, which is free during the reading."""

@@ -386,8 +386,14 @@ def take(block: Any, indices: Any) -> Any:
     """Return a block of the examples at these indices, from 0, of another one."""
     if isinstance(block, list):
         return [block[index] for index in indices]
+    return map_leaves(lambda leaf: take_rows(leaf, indices), block)
+
+
+def take_rows(array: Any, indices: Any) -> npt.NDArray[Any]:
+    """Return a copy of an array's rows at these indices, from 0."""
     # Twice as fast as indexing, and without a check of each index, which has no meaning here, up to twice again.
-    return map_leaves(lambda leaf: array_of(leaf).take(indices, 0, mode="wrap"), block)
+    rows: npt.NDArray[Any] = array_of(array).take(indices, 0, mode="wrap")
+    return rows
 
 
 def cut(block: Any, start: int, stop: int) -> Any:

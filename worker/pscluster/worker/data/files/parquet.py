@@ -137,8 +137,6 @@ class ParquetBlocks(Blocks):
         """Return the columns of a block's rows. ValueError if the file was changed, or has nulls without a fill."""
         file_index, first, after, rows, before, start, stop = self.table[index].tolist()
         file = self.files[file_index]
-        if file.is_local:
-            self._opener.path(file)  # checks that it is still there, and as it was
         if self._kept[0] == (file_index, first):
             columns = self._kept[1]
         else:
@@ -148,6 +146,10 @@ class ParquetBlocks(Blocks):
             if self.partitions.names:
                 columns |= self.partitions.columns_of(file_index, size_of(columns))
                 columns = {name: columns[name] for name in self.columns}
+        if file.is_local:
+            # Checks that it was there, and as it was. Not before: while it waited for the disk, the function's thread
+            # would take Python's lock, and use its block before, not while, this one is decoded.
+            self._opener.path(file)
         if stop - start == rows:
             return columns
         self._kept[:] = (file_index, first), columns
@@ -215,6 +217,8 @@ class ParquetBlocks(Blocks):
                 chosen = fragment.subset(row_group_ids=range(first, after))
                 return chosen.to_table(schema=schema, columns=self._own_columns, filter=self._expression)
         except (need_arrow().ArrowException, OSError) as error:
+            if file.is_local:
+                self._opener.path(file)  # says it if it was changed
             groups = f"row group {first}" if after == first + 1 else f"row groups {first} to {after - 1}"
             raise ValueError(f"{groups} of {file.path!r} can't be decoded: {error}") from None
 
