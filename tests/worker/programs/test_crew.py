@@ -1,4 +1,4 @@
-"""Threads that share pieces of work."""
+"""Threads that take over pieces of work."""
 
 from __future__ import annotations
 
@@ -9,50 +9,65 @@ import pytest
 from pscluster.worker.programs.crew import Crew
 
 
-def test_pieces_are_done_at_once_and_each_once() -> None:
+def test_pieces_are_done_at_once() -> None:
     """As many as there are threads meet, which they could not one after the other."""
     crew, meeting = Crew(2), threading.Barrier(3, timeout=30)
-    done: list[int] = []
 
-    def piece(nth: int) -> None:
-        if nth < 3:
-            meeting.wait()
-        done.append(nth)
+    def meet() -> None:
+        meeting.wait()
 
-    crew.share(7, piece)
-    assert sorted(done) == list(range(7))
+    pieces = [crew.hand_over(meet) for _ in range(2)]
+    meet()
+    for piece in pieces:
+        piece.finish()
 
 
-def test_who_asks_does_not_wait_for_threads_that_are_busy() -> None:
-    """It does all pieces itself, also inside a piece of other work."""
-    crew, busy, over = Crew(1), threading.Event(), threading.Event()
+def test_who_waits_does_what_no_thread_has_begun() -> None:
+    """Each piece once, also inside of another one, and also if there are no threads."""
+    busy, over = threading.Event(), threading.Event()
+    for crew in (Crew(1), Crew(0)):
 
-    def other(nth: int) -> None:
-        if threading.current_thread() is asking:
-            busy.wait(30)
-        else:
+        def other() -> None:
             busy.set()
             over.wait(30)
 
-    asking = threading.Thread(target=crew.share, args=(2, other), daemon=True)
-    asking.start()
-    assert busy.wait(30)
-    done: list[int] = []
-    crew.share(3, lambda nth: crew.share(2, lambda _: done.append(nth)))
-    assert done == [0, 0, 1, 1, 2, 2]
-    over.set()
-    asking.join(30)
+        running = crew.hand_over(other)
+        assert not crew.helpers or busy.wait(30)
+        done: list[int] = []
+
+        def piece(nth: int, crew: Crew = crew, done: list[int] = done) -> None:
+            crew.hand_over(lambda: done.append(nth)).finish()
+            done.append(nth)
+
+        for handed in [crew.hand_over(lambda nth=nth: piece(nth)) for nth in range(3)]:  # type: ignore[misc]
+            handed.finish()
+        assert done == [0, 0, 1, 1, 2, 2]
+        over.set()
+        running.finish()
 
 
-def test_the_first_error_is_raised_when_all_have_ended() -> None:
-    """The one of the lowest number, whichever came first."""
-    crew, done = Crew(1), list[int]()
+def test_an_error_is_raised_where_it_is_waited_for() -> None:
+    """Not before, and nowhere else."""
+    crew = Crew(1)
+    failing, fine = crew.hand_over(lambda: [][0]), crew.hand_over(lambda: None)
+    fine.finish()
+    with pytest.raises(IndexError):
+        failing.finish()
 
-    def piece(nth: int) -> None:
-        done.append(nth)
-        if nth in (1, 3):
-            raise ValueError(f"piece {nth}")
 
-    with pytest.raises(ValueError, match="piece 1"):
-        crew.share(5, piece)
-    assert sorted(done) == list(range(5))
+def test_what_is_abandoned_never_begins_or_has_ended() -> None:
+    """So that nothing goes on with what a program has left behind."""
+    crew, begun, over, done = Crew(1), threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> None:
+        begun.set()
+        over.wait(30)
+        done.append(0)
+
+    running, waiting = crew.hand_over(slow), crew.hand_over(lambda: done.append(1))
+    assert begun.wait(30)
+    waiting.abandon()
+    threading.Timer(0.01, over.set).start()
+    running.abandon()
+    crew.hand_over(lambda: None).finish()
+    assert done == [0]

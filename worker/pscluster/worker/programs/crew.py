@@ -1,12 +1,12 @@
-"""Threads that share work which holds no lock of Python's: one for each core, together with the one that asks.
+"""Threads that take over work which holds no lock of Python's: one for each core but that of the one who asks.
 
-A piece of work is taken by any thread that is free, also by the one that asks: so it goes on if all others are busy
-with other work, and never waits for a piece that no thread has begun.
+A piece of work that is handed over is done by the first thread that is free, or by the one that waits for it, if no
+thread has begun it: so nothing waits for threads that are busy otherwise.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import queue
 import threading
@@ -15,60 +15,65 @@ from collections.abc import Callable
 import numpy as np
 
 
-class _Work:
-    """Pieces of work, by number."""
+class Piece:
+    """Work that was handed over."""
 
-    def __init__(self, count: int, run: Callable[[int], None]) -> None:
-        self.errors: dict[int, BaseException] = {}
-        self._run, self._count = run, count
-        self._next = itertools.count()  # taking a number is atomic
-        self._lock, self._left = threading.Lock(), count
-        self._over = threading.Lock()
+    __slots__ = ("_error", "_over", "_run", "_taken")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self._error: BaseException | None = None
+        self._taken, self._over = threading.Lock(), threading.Lock()  # each is taken once, and not given back
         self._over.acquire()
 
-    def take_part(self) -> None:
-        """Do pieces until all have been begun."""
-        while (nth := next(self._next)) < self._count:
-            try:
-                self._run(nth)
-            except BaseException as error:
-                self.errors[nth] = error
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._over.release()
+    def take(self) -> None:
+        """Do it, unless it has been begun."""
+        if not self._taken.acquire(blocking=False):
+            return
+        run, self._run = self._run, None
+        assert run is not None
+        try:
+            run()
+        except BaseException as error:
+            self._error = error
+        del run
+        self._over.release()
 
-    def wait(self) -> None:
-        """Wait until all pieces are done. Raise the error of the first that has failed."""
+    def finish(self) -> None:
+        """Do it, or wait until it is done. Raise its error."""
+        self.take()
         self._over.acquire()
-        if self.errors:
-            raise self.errors[min(self.errors)]
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Wait until it is done, if it has been begun. Otherwise it never will be."""
+        if self._taken.acquire(blocking=False):
+            self._run = None
+        else:
+            with contextlib.suppress(BaseException):
+                self.finish()
 
 
 class Crew:
     """Threads, which end with the process."""
 
     def __init__(self, helpers: int) -> None:
-        self._helpers = helpers
-        self._works: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        self.helpers = helpers
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         for _ in range(helpers):
             threading.Thread(target=self._help, name="devices", daemon=True).start()
 
     def _help(self) -> None:
         with np.errstate(all="ignore"):  # warnings would be shown on the worker
             while True:
-                self._works.get().take_part()
+                self._pieces.get().take()
 
-    def share(self, count: int, run: Callable[[int], None]) -> None:
-        """Call a function with each number below `count`, at once, and return when all calls have.
-
-        If some fail, the others end first; then the error of the one with the lowest number is raised.
-        """
-        work = _Work(count, run)
-        for _ in range(min(self._helpers, count - 1)):
-            self._works.put(work)
-        work.take_part()
-        work.wait()
+    def hand_over(self, run: Callable[[], None]) -> Piece:
+        """Return a piece of work, which a thread begins once it is free."""
+        piece = Piece(run)
+        self._pieces.put(piece)
+        return piece
 
 
 _lock = threading.Lock()

@@ -8,7 +8,8 @@ again since a worker died, none of its results is there, or the same ones are ma
 forgotten come with a later program, which does not use them.
 
 Devices of a task that have equal blocks share one, and what is computed from equal blocks is computed once. What
-differs is computed by threads at the same time, if it is worth it: see `stretches`.
+differs is computed by threads at the same time, if it is worth it: see `stretches`. A program that runs for the second
+time is planned; one that runs once, which most do that are not functions, would take longer: see `once`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pscluster.worker.programs.exchange import Exchange, exchange_of
 from pscluster.worker.programs.local.blocks import LocalFunction, called, type_as_arrays
 from pscluster.worker.programs.makers import MAKERS
 from pscluster.worker.programs.moves import Together, gathers_together, moves_together
+from pscluster.worker.programs.once import compute_once
 from pscluster.worker.programs.program import (
     ArrayType,
     Call,
@@ -44,7 +46,7 @@ from pscluster.worker.programs.program import (
 )
 from pscluster.worker.programs.reading import parse, read_numbers
 from pscluster.worker.programs.store import Blocks, BlockStore, Registers
-from pscluster.worker.programs.stretches import Stretch, reads_of
+from pscluster.worker.programs.stretches import Stretch, may_share, reads_of
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
 Array = npt.NDArray[Any]
@@ -169,13 +171,31 @@ class _Running:
     def execute_all(self) -> None:
         """Execute the program."""
         groups, last_use = self._program.groups, self._program.last_use
-        for start, stop in self._program.stretches:
-            if isinstance(groups[start][0], Compute):
+        for start, stop in self._stretches():
+            if stop is not None:
                 self._compute(start, stop)
                 continue
             self._execute(start, groups[start])
             for register in last_use[start]:
                 self.registers.drop(register)
+
+    def _stretches(self) -> list[tuple[int, int | None]]:
+        """Return the groups: ranges of those that need nothing of other tasks, and others, which end with None."""
+        key = "stretches", self._devices[0]
+        found: list[tuple[int, int | None]] | None = self._program.settled.get(key)
+        if found is None:
+            found = []
+            for nth, group in enumerate(self._program.groups):
+                is_local = isinstance(group[0], Compute) or self._is_move_here(nth)
+                if is_local and found and found[-1][1] == nth:
+                    found[-1] = found[-1][0], nth + 1
+                else:
+                    found.append((nth, nth + 1 if is_local else None))
+            self._program.settled[key] = found
+        return found
+
+    def _is_move_here(self, nth: int) -> bool:
+        return isinstance(self._program.groups[nth][0], Move) and not self._together(nth).is_exchange
 
     def _execute(self, nth: int, group: Sequence[Instruction]) -> None:
         """Execute one instruction, or moves or updates that are made together: the n-th group."""
@@ -242,15 +262,21 @@ class _Running:
         self.registers.put(create.output, Blocks(of, blocks))
 
     def _compute(self, start: int, stop: int) -> None:
-        """Compute some groups, each a function of blocks, one after the other."""
+        """Compute some groups: functions of blocks, and moves within this task."""
         patterns, settled = self.registers.patterns, self._program.settled
         read = reads_of(self._program, start, stop)
         key = start, self._devices[0], *[patterns[register] for register in read]
-        stretch: Stretch | None = settled.get(key)
-        if stretch is None:
-            known = {register: patterns[register] for register in read}
-            stretch = settled[key] = Stretch(self._program, start, stop, self._devices, known)
-        stretch.run(self.registers)
+        known: Stretch | bool = settled.get(key, False)
+        if not isinstance(known, Stretch):
+            groups = self._program.groups
+            moving = {nth: self._together(nth) for nth in range(start, stop) if isinstance(groups[nth][0], Move)}
+            if not known and not may_share(self._program, start, stop, self._devices):
+                settled[key] = True
+                compute_once(self._program, start, stop, self._devices, self.registers, moving)
+                return
+            first = {register: patterns[register] for register in read}
+            known = settled[key] = Stretch(self._program, start, stop, self._devices, first, moving)
+        known.run(self.registers)
 
     def _together(self, nth: int) -> Together:
         """Return what is settled of the n-th group, which moves arrays, or updates variables."""

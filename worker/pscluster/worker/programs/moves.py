@@ -54,8 +54,9 @@ class Together:
 
     def __init__(self, moves: Sequence[Settled], task: int, what: str) -> None:
         """Take each move, the number of this task, and what errors call them."""
-        self._moves, self._what = moves, what
-        self._is_exchange = any(move.plan.transfers for move in moves)  # among any tasks
+        self.moves, self._what = moves, what
+        self.is_exchange = any(move.plan.transfers for move in moves)
+        """Whether any task sends another one something."""
         self._outgoing: dict[int, list[_Piece]] = {}  # by task
         self._awaited: dict[int, list[_Piece]] = {}
         for nth in sorted(range(len(moves)), key=lambda nth: -moves[nth].itemsize):
@@ -68,8 +69,8 @@ class Together:
 
     def run(self, sources: Sequence[Blocks], exchange: Exchange) -> list[dict[int, Array]]:
         """Return the blocks of each array that are made here, by number. All tasks call it, also to send nothing."""
-        runs = [_Run(move, source.of) for move, source in zip(self._moves, sources, strict=True)]
-        if self._is_exchange:
+        runs = [_Run(move, source.of) for move, source in zip(self.moves, sources, strict=True)]
+        if self.is_exchange:
             exchange.swap(
                 {to: _message(runs, pieces) for to, pieces in self._outgoing.items()},
                 {of: _memory_for(runs, pieces) for of, pieces in self._awaited.items()},
@@ -193,6 +194,25 @@ class Settled:
                 if len(terms) == 1 and terms[0].slot >= 0:
                     self.places.setdefault((terms[0].device, piece.box), (shard, index))
 
+    def terms_of(self, shard: int) -> list[int]:
+        """Return the devices of this task whose blocks a block is made of, in the order of its pieces."""
+        terms = [term for piece in self.pieces[shard] for term in piece.terms]
+        return list(dict.fromkeys(term.device for term in terms if term.slot < 0))
+
+    def is_sum(self, shard: int) -> bool:
+        """Return whether a block is just the blocks of several devices of this task, combined."""
+        pieces = self.pieces[shard]
+        return (
+            len(pieces) == 1
+            and pieces[0].index is None
+            and len(pieces[0].terms) > 1
+            and all(term.slot < 0 and term.index is None for term in pieces[0].terms)
+        )
+
+    def assembled(self, shard: int, of: Mapping[int, Array]) -> Array:
+        """Return a block, made of those of devices of this task: perhaps one of these itself."""
+        return _Run(self, of).block(shard)
+
     def _index(self, device: int, box: Block) -> Any:
         block = self._source.layout.block(self._source.shape, device)
         return None if box == block else _within(box, block.start)
@@ -227,10 +247,11 @@ class _Run:
 
     def blocks(self) -> dict[int, Array]:
         """Return the blocks that are made here, by their numbers in the new layout."""
-        return {shard: self._assembled(shard, pieces) for shard, pieces in self.move.pieces.items()}
+        return {shard: self.block(shard) for shard in self.move.pieces}
 
-    def _assembled(self, shard: int, pieces: Sequence[_Assembled]) -> Array:
-        out = self._begun.get(shard)
+    def block(self, shard: int) -> Array:
+        """Return one of them."""
+        pieces, out = self.move.pieces[shard], self._begun.get(shard)
         if out is None and len(pieces) == 1 and pieces[0].index is None and len(pieces[0].terms) == 1:
             (term,) = pieces[0].terms
             # A small part of a block must not keep all of it in memory; and blocks that are whole are shared.

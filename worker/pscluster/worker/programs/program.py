@@ -149,9 +149,6 @@ class Update:
 
 Instruction = Load | Create | Move | Compute | Call | Fetch | Read | Update
 
-MAX_STRETCH = 64
-"""Functions of blocks that may change their order, so that few results are kept for longer than they have to be."""
-
 UPDATES = ("assign", "add", "sub", "gradient")
 """Kinds of them."""
 
@@ -179,19 +176,6 @@ class Program:
             of = self.arrays[register]
             known = self._local_shapes[register, device] = of.layout.local_shape(of.shape, device)
         return known
-
-    @functools.cached_property
-    def stretches(self) -> list[tuple[int, int]]:
-        """The groups, as ranges: those that compute and follow each other together, and each other one."""
-        found: list[tuple[int, int]] = []
-        for nth, (item, *_) in enumerate(self.groups):
-            start, stop = found[-1] if found else (0, 0)
-            computes = isinstance(item, Compute) and found and isinstance(self.groups[start][0], Compute)
-            if computes and stop - start < MAX_STRETCH:
-                found[-1] = start, nth + 1
-            else:
-                found.append((nth, nth + 1))
-        return found
 
     @functools.cached_property
     def updates(self) -> list[Update]:

@@ -35,29 +35,28 @@ class Registers:
 
     def __init__(self, types: Sequence[ArrayType], devices: Sequence[int]) -> None:
         self._types, self._devices = types, devices
-        self.of: list[dict[int, Array]] = [{} for _ in devices]
-        """Each device's blocks, by its place in the task."""
+        self.of: dict[int, Sequence[Array]] = {}
+        """The block of each device, by its place in the task."""
         self.patterns: dict[int, Pattern] = {}
         """Which devices share them."""
 
     def put(self, register: int, blocks: Blocks) -> None:
         """Write a register."""
+        self.put_all(register, [blocks.of[device] for device in self._devices])
+
+    def put_all(self, register: int, of: Sequence[Array]) -> None:
+        """Write a register: the block of each device."""
+        self.of[register] = of
         first: dict[int, int] = {}
-        pattern = list[int]()
-        for place, device in enumerate(self._devices):
-            block = self.of[place][register] = blocks.of[device]
-            pattern.append(first.setdefault(id(block), place))
-        self.patterns[register] = tuple(pattern)
+        self.patterns[register] = tuple([first.setdefault(id(block), place) for place, block in enumerate(of)])
 
     def get(self, register: int) -> Blocks:
         """Read a register."""
-        by_device = {device: blocks[register] for device, blocks in zip(self._devices, self.of, strict=True)}
-        return Blocks(self._types[register], by_device)
+        return Blocks(self._types[register], dict(zip(self._devices, self.of[register], strict=True)))
 
     def drop(self, register: int) -> None:
         """Forget a register, which is not read any more."""
-        for blocks in self.of:
-            blocks.pop(register, None)
+        self.of.pop(register, None)
         self.patterns.pop(register, None)
 
 

@@ -1,37 +1,36 @@
 """Computes functions of blocks that follow each other in a program, on all devices of a task.
 
-What devices have in common is computed once. What differs is computed by threads at the same time, where it is long
-enough: NumPy computes without holding Python's lock. Functions that take some microseconds are computed one after the
-other: threads that both want the lock that often wait for each other, which takes longer.
+What devices have in common is computed once, and moves within the task are made in between: a sum of what its devices
+have is a function of their blocks. What differs between devices is computed by threads at the same time, where it takes
+long enough: NumPy computes without holding Python's lock. See `scheduling` for the order.
 
-So functions are brought in an order in which those of a kind form a phase: long or short, of the same devices. One that
-another one needs still comes first.
-
-Which devices have what in common follows from the blocks that a stretch begins with. So it is settled once for each
-such pattern, as is what memory can be let go, and when.
+Which devices have what in common follows from the blocks that a stretch begins with. So all is settled once for each
+such pattern: the slots that blocks are in, the order, where memory can be let go, and where a result may be written
+over an operand, since that is new memory, made in this stretch, and nothing else needs it any more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from pscluster.worker.programs.computing import Computation
+from pscluster.worker.programs.computing import ARITHMETIC, Computation, Slots
 from pscluster.worker.programs.crew import crew
-from pscluster.worker.programs.program import Compute, Program
+from pscluster.worker.programs.moves import Settled, Together
+from pscluster.worker.programs.once import pattern_of
+from pscluster.worker.programs.program import Compute, Move, Program
+from pscluster.worker.programs.scheduling import Job, Kind, arranged
 from pscluster.worker.programs.store import Pattern, Registers
 
-WORTH_WORK = 1 << 20
-"""Of a function on one device, for which threads are used: see `work_of`. It takes about 50 us."""
+_WORK_A_MICROSECOND = 27_000
+
+WORTH_WORK = 50 * _WORK_A_MICROSECOND
+"""Of a function on one device, for which threads are used: see `work_of`."""
 
 _PRODUCTS = frozenset(("matmul", "einsum", "tensordot"))
-
-Steps = list[tuple[Computation, tuple[int, ...]]]
-"""Functions, and after each the registers that are not needed any more."""
 
 
 def reads_of(program: Program, start: int, stop: int) -> tuple[int, ...]:
@@ -39,146 +38,307 @@ def reads_of(program: Program, start: int, stop: int) -> tuple[int, ...]:
     known: tuple[int, ...] | None = program.settled.get(("reads", start))
     if known is None:
         read, made = dict[int, None](), set[int]()
-        for compute in _computes(program, start, stop):
-            read.update((register, None) for register in compute.inputs if register not in made)
-            made.update(compute.outputs)
+        for item in _items(program, start, stop):
+            inputs, outputs = ends_of(item)
+            read.update((register, None) for register in inputs if register not in made)
+            made.update(outputs)
         known = program.settled["reads", start] = tuple(read)
     return known
 
 
-def _computes(program: Program, start: int, stop: int) -> list[Compute]:
-    return [item for (item, *_) in program.groups[start:stop] if isinstance(item, Compute)]
+def ends_of(item: Compute | Move) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the registers that an instruction reads, and that it writes."""
+    return (item.inputs, item.outputs) if isinstance(item, Compute) else ((item.input,), (item.output,))
+
+
+def _items(program: Program, start: int, stop: int) -> list[Compute | Move]:
+    return [item for group in program.groups[start:stop] for item in group if isinstance(item, Compute | Move)]
 
 
 def work_of(program: Program, compute: Compute, device: int) -> float:
-    """Return about how long a device computes, in elements that are read or written; 4 multiplications are as much."""
+    """Return the work of a device in elements that are read or written; 2.5 multiplications take as long."""
     sizes = [math.prod(program.local_shape(register, device)) for register in (*compute.inputs, *compute.outputs)]
-    return sum(sizes) + (math.sqrt(math.prod(sizes[:3])) / 4 if compute.function in _PRODUCTS else 0)
+    return sum(sizes) + (math.sqrt(math.prod(sizes[:3])) / 2.5 if compute.function in _PRODUCTS else 0)
 
 
-class Kind(NamedTuple):
-    """What the functions of a phase have in common."""
-
-    pattern: Pattern
-    is_shared: bool  # by threads
-
-
-class Phase:
-    """Functions of one kind."""
-
-    def __init__(self, kind: Kind) -> None:
-        self._pattern, self._is_shared = kind
-        self.owners = [place for place, first in enumerate(self._pattern) if place == first]
-        """The devices that compute."""
-        self.steps: list[Steps] = [[] for _ in self.owners]
-        """Of each."""
-        self.results: list[int] = []
-        """Registers that are needed afterwards."""
-        self.over: list[int] = []
-        """Those that are not."""
-
-    def run(self, registers: Registers) -> None:
-        """Compute."""
-        of, owners = registers.of, self.owners
-        if self._is_shared:
-            crew().share(len(owners), lambda nth: _run(self.steps[nth], of[owners[nth]]))
-        elif len(of) > len(owners) == 1:
-            _run_once(self.steps[0], of)
-        else:
-            for place, steps in zip(owners, self.steps, strict=True):
-                _run(steps, of[place])
-        if len(of) > len(owners):
-            for place, first in enumerate(self._pattern):
-                if place != first:
-                    for register in self.results:
-                        of[place][register] = of[first][register]
-                    for register in self.over:
-                        of[place].pop(register, None)
+def may_share(program: Program, start: int, stop: int, devices: Sequence[int]) -> bool:
+    """Return whether threads may be used, since several devices compute for long."""
+    items = [item for item in _items(program, start, stop) if isinstance(item, Compute)]
+    return len(devices) > 1 and any(work_of(program, item, devices[0]) >= WORTH_WORK for item in items)
 
 
-def _run(steps: Steps, blocks: dict[int, npt.NDArray[np.generic]]) -> None:
-    for computation, over in steps:
-        computation.run(blocks)
-        for register in over:
-            del blocks[register]
+class _Node(Protocol):
+    """What is called with the slots, and changes them."""
+
+    def run(self, slots: Slots) -> None:
+        """Do it."""
 
 
-def _run_once(steps: Steps, of: Sequence[dict[int, npt.NDArray[np.generic]]]) -> None:
-    """Compute what all devices have in common, as the first of them."""
-    blocks = of[0]
-    for computation, over in steps:
-        computation.run(blocks)
-        for register in over:
-            for each in of:
-                each.pop(register, None)
+class _Sum:
+    """A block that several devices have terms of."""
+
+    __slots__ = ("_dtype", "_inputs", "_move", "_output", "_shape", "is_fresh", "spare")
+
+    def __init__(self, move: Settled, shard: int, inputs: Sequence[int], output: int) -> None:
+        self._move, self._inputs, self._output = move, inputs, output
+        self._shape, self._dtype = move.shapes[shard], move.dtype
+        self.is_fresh = True
+        self.spare: int | None = None
+
+    def run(self, slots: Slots) -> None:
+        """Add it up, in the order of the devices."""
+        combine, (first, second, *more) = self._move.combine, self._inputs
+        out = np.empty(self._shape, self._dtype) if self.spare is None else slots[self.spare]
+        combine(slots[first], slots[second], out=out)
+        for slot in more:
+            combine(out, slots[slot], out=out)
+        slots[self._output] = out
+
+
+class _Assembly:
+    """A block that is made of parts of others', or is one of them."""
+
+    __slots__ = ("_devices", "_inputs", "_move", "_output", "_shard", "is_fresh", "spare")
+
+    def __init__(self, move: Settled, shard: int, devices: Sequence[int], inputs: Sequence[int], output: int) -> None:
+        self._move, self._shard, self._devices, self._inputs, self._output = move, shard, devices, inputs, output
+        self.is_fresh = False
+        self.spare: int | None = None
+
+    def run(self, slots: Slots) -> None:
+        """Assemble it."""
+        of = {device: slots[slot] for device, slot in zip(self._devices, self._inputs, strict=True)}
+        slots[self._output] = self._move.assembled(self._shard, of)
+
+
+class _HandOver:
+    """Hands a computation over to another thread."""
+
+    __slots__ = ("_node", "_slot")
+
+    def __init__(self, node: _Node, slot: int) -> None:
+        self._node, self._slot = node, slot
+
+    def run(self, slots: Slots) -> None:
+        """Put what is to be waited for into a slot."""
+        node = self._node
+        slots[self._slot] = crew().hand_over(lambda: node.run(slots))
+
+
+class _Wait:
+    """Waits for what was handed over."""
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def run(self, slots: Slots) -> None:
+        """Wait for it, or do it here if no thread has begun. Raises its error."""
+        piece, slots[self._slot] = slots[self._slot], None
+        piece.finish()
+
+
+class _Planned(NamedTuple):
+    """A function of blocks in slots, once for all devices that have the same operands."""
+
+    node: Computation | _Sum | _Assembly
+    function: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    job: Job
 
 
 class Stretch:
     """Functions that follow each other in a program, for a task whose devices have certain blocks in common."""
 
     def __init__(
-        self, program: Program, start: int, stop: int, devices: Sequence[int], patterns: Mapping[int, Pattern]
+        self,
+        program: Program,
+        start: int,
+        stop: int,
+        devices: Sequence[int],
+        patterns: Mapping[int, Pattern],
+        moving: Mapping[int, Together],
     ) -> None:
-        """Take the groups of the program, and which devices share which of the blocks that it begins with."""
-        known = dict(patterns)
-        left: list[tuple[Compute, Kind]] = []
-        for compute in _computes(program, start, stop):
-            shapes = [[program.local_shape(register, device) for register in compute.outputs] for device in devices]
-            first: dict[object, int] = {}
-            pattern = tuple(
-                first.setdefault((*(known[register][place] for register in compute.inputs), *shapes[place]), place)
-                for place in range(len(devices))
-            )
-            known.update(dict.fromkeys(compute.outputs, pattern))
-            is_long = work_of(program, compute, devices[0]) >= WORTH_WORK
-            left.append((compute, Kind(pattern, is_long and len(set(pattern)) > 1)))
-        phases = list(_phases(left))
+        """Take the groups of the program, and which devices share which of the blocks that it begins with.
+
+        `moving` has what is settled of the groups that move arrays within this task, by their numbers.
+        """
+        planning = _Planning(program, devices, patterns)
+        for nth in range(start, stop):
+            if nth in moving:
+                for item, move in zip(program.groups[nth], moving[nth].moves, strict=True):
+                    assert isinstance(item, Move)
+                    planning.move(item, move)
+            else:
+                for item in program.groups[nth]:
+                    assert isinstance(item, Compute)
+                    planning.compute(item)
         over = {register for registers in program.last_use[start:stop] for register in registers}
-        last: dict[int, Compute] = {}
-        for phase in phases:
-            for compute, _ in phase:
-                last.update((register, compute) for register in (*compute.inputs, *compute.outputs) if register in over)
-        self.phases = [_phase(program, phase, devices, last) for phase in phases]
-        made = [register for compute, _ in left for register in compute.outputs]
-        self._results = [(register, known[register]) for register in made if register not in over]
-        self._over = tuple(over)
+        read = reads_of(program, start, stop)
+        made = [register for item in _items(program, start, stop) for register in ends_of(item)[1]]
+        self._over = tuple(over.intersection(read))
+        self._loads = [
+            (register, place, slot)
+            for register in read
+            for slot, place in {slot: place for place, slot in enumerate(planning.at[register])}.items()
+        ]
+        self._results = [
+            (register, planning.patterns[register], planning.at[register]) for register in made if register not in over
+        ]
+        kept = {slot for _, _, slots in self._results for slot in slots}
+        self._handed = range(planning.count, planning.count + len(planning.planned))
+        self._count = planning.count + len(planning.planned)
+        self._steps = _steps(planning, kept)
 
     def run(self, registers: Registers) -> None:
         """Compute. Raise ProtocolError, or the functions' own errors."""
-        for phase in self.phases:
-            phase.run(registers)
-        registers.patterns.update(self._results)
+        slots: Slots = [None] * self._count
+        for register, place, slot in self._loads:
+            slots[slot] = registers.of[register][place]
         for register in self._over:
-            registers.patterns.pop(register, None)
+            registers.drop(register)
+        try:
+            for node, over in self._steps:
+                node.run(slots)
+                for slot in over:
+                    slots[slot] = None
+        except BaseException:
+            for nth in self._handed:
+                if slots[nth] is not None:
+                    slots[nth].abandon()
+            raise
+        for register, pattern, of in self._results:
+            registers.of[register], registers.patterns[register] = [slots[slot] for slot in of], pattern
 
 
-def _phases(left: list[tuple[Compute, Kind]]) -> list[list[tuple[Compute, Kind]]]:
-    """Return functions by phases: each takes those of one kind that need nothing of what is left."""
-    phases = []
-    while left:
-        phase, skipped, missing = [], [], set[int]()
-        for compute, kind in left:
-            if kind == left[0][1] and missing.isdisjoint(compute.inputs):
-                phase.append((compute, kind))
+class _Planning:
+    """Functions that are being given slots."""
+
+    def __init__(self, program: Program, devices: Sequence[int], patterns: Mapping[int, Pattern]) -> None:
+        self._program, self._devices = program, devices
+        self.patterns = dict(patterns)
+        self.at: dict[int, tuple[int, ...]] = {}  # the slots of a register: of each device, by its place
+        self.planned: list[_Planned] = []
+        self.count = 0  # of slots
+        self._made_by: dict[int, int] = {}  # slots, by number of what is planned
+        for register, pattern in patterns.items():
+            self._give(register, pattern)
+
+    def _give(self, register: int, pattern: Pattern) -> None:
+        """Give a register a slot for each block."""
+        slots: dict[int, int] = {}
+        for first in pattern:
+            if first not in slots:
+                slots[first] = self.count
+                self.count += 1
+        self.at[register], self.patterns[register] = tuple(slots[first] for first in pattern), pattern
+
+    def compute(self, compute: Compute) -> None:
+        """Plan a function of each device's blocks."""
+        program = self._program
+        dtypes = [program.arrays[register].dtype for register in compute.outputs]
+        read = [self.at[register] for register in compute.inputs]
+        pattern = pattern_of(program, compute, self._devices, read)
+        owners = dict.fromkeys(pattern)
+        for register in compute.outputs:
+            self._give(register, pattern)
+        written = [self.at[register] for register in compute.outputs]
+        work = work_of(program, compute, self._devices[0])
+        is_long = work >= WORTH_WORK and len(owners) > 1
+        for place in owners:
+            shapes = [program.local_shape(register, self._devices[place]) for register in compute.outputs]
+            inputs, outputs = tuple([at[place] for at in read]), tuple([at[place] for at in written])
+            node = Computation(compute, inputs, outputs, shapes, dtypes)
+            self._plan(node, compute.function, inputs, outputs, work, is_long=is_long)
+
+    def move(self, move: Move, settled: Settled) -> None:
+        """Plan a move within the task: each block that it makes."""
+        layout = self._program.arrays[move.output].layout
+        first: dict[int, int] = {}
+        shards = [layout.shard_of(device) for device in self._devices]
+        self._give(move.output, tuple([first.setdefault(shard, place) for place, shard in enumerate(shards)]))
+        place_of = {device: place for place, device in enumerate(self._devices)}
+        for shard, place in first.items():
+            terms, output = settled.terms_of(shard), self.at[move.output][place]
+            inputs = tuple(self.at[move.input][place_of[device]] for device in terms)
+            work = float(math.prod(settled.shapes[shard]) * (len(terms) + 1))
+            if settled.is_sum(shard):
+                node: _Sum | _Assembly = _Sum(settled, shard, inputs, output)
+                self._plan(node, settled.combine.__name__, inputs, (output,), work, is_long=False)
             else:
-                skipped.append((compute, kind))
-                missing.update(compute.outputs)
-        phases.append(phase)
-        left = skipped
-    return phases
+                node = _Assembly(settled, shard, terms, inputs, output)
+                self._plan(node, "", inputs, (output,), work, is_long=False)
+
+    def _plan(
+        self,
+        node: Computation | _Sum | _Assembly,
+        function: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        work: float,
+        *,
+        is_long: bool,
+    ) -> None:
+        needs = tuple([self._made_by[slot] for slot in inputs if slot in self._made_by])
+        for slot in outputs:
+            self._made_by[slot] = len(self.planned)
+        job = Job(1 + work / _WORK_A_MICROSECOND, needs, is_long)
+        self.planned.append(_Planned(node, function, inputs, outputs, job))
+
+    def type_of(self) -> dict[int, tuple[Any, ...]]:
+        """Return the shape and the type of what is in each slot."""
+        program = self._program
+        return {
+            slot: (program.local_shape(register, device), program.arrays[register].dtype)
+            for register, slots in self.at.items()
+            for slot, device in zip(slots, self._devices, strict=True)
+        }
 
 
-def _phase(
-    program: Program, functions: Sequence[tuple[Compute, Kind]], devices: Sequence[int], last: Mapping[int, Compute]
-) -> Phase:
-    phase = Phase(functions[0][1])
-    made = set[int]()
-    for compute, _ in functions:
-        used = dict.fromkeys((*compute.inputs, *compute.outputs))
-        over = tuple(register for register in used if last.get(register) is compute)
-        for steps, place in zip(phase.steps, phase.owners, strict=True):
-            steps.append((Computation(program, compute, devices[place]), over))
-        phase.over += over
-        made.update(compute.outputs)
-    phase.results = sorted(made.difference(phase.over))
-    return phase
+def _steps(planning: _Planning, kept: set[int]) -> list[tuple[_Node, tuple[int, ...]]]:
+    """Return what is done, in order, and after each the slots that are not needed any more."""
+    planned = planning.planned
+    actions = arranged([item.job for item in planned], crew().helpers)
+    last: dict[int, int] = {}  # the action after which nothing reads or writes a slot
+    for nth, (kind, job) in enumerate(actions):
+        if kind is not Kind.HAND:
+            for slot in (*planned[job].inputs, *planned[job].outputs):
+                last[slot] = nth
+    over: dict[int, tuple[int, ...]] = {}
+    for slot, nth in last.items():
+        if slot not in kept:
+            over[nth] = (*over.get(nth, ()), slot)
+    spares = _Spares(planning)
+    steps: list[tuple[_Node, tuple[int, ...]]] = []
+    for nth, (kind, job) in enumerate(actions):
+        item = planned[job]
+        if kind is Kind.DO:
+            item.node.spare = spares.find(item, over.get(nth, ()))
+            steps.append((item.node, over.get(nth, ())))
+        elif kind is Kind.HAND:
+            steps.append((_HandOver(item.node, planning.count + job), ()))
+        else:
+            steps.append((_Wait(planning.count + job), over.get(nth, ())))
+    return steps
+
+
+class _Spares:
+    """Operands that results may be written over."""
+
+    def __init__(self, planning: _Planning) -> None:
+        fresh = {slot for item in planning.planned if item.node.is_fresh for slot in item.outputs}
+        shared = {slot for item in planning.planned if not item.node.is_fresh for slot in item.inputs}
+        self._own, self._type_of = fresh - shared, planning.type_of()
+
+    def find(self, item: _Planned, over: Sequence[int]) -> int | None:
+        """Return the slot of an operand that nothing needs after this, and that its result fits."""
+        if item.function not in ARITHMETIC or not item.node.is_fresh:
+            return None
+        (output,) = item.outputs
+        operands = item.inputs[:1] if isinstance(item.node, _Sum) else item.inputs
+        for slot in operands:
+            if slot in over and slot in self._own and self._type_of[slot] == self._type_of[output]:
+                return None if isinstance(item.node, _Sum) and item.inputs.count(slot) > 1 else slot
+        return None
