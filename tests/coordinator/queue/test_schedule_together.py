@@ -86,6 +86,19 @@ def test_each_runs_on_a_worker_of_its_own_with_its_own_argument(
     coordinator.join(TIMEOUT)
 
 
+def test_what_all_get_is_sent_to_each_as_it_was(coordinator: ClusterCoordinator) -> None:
+    """A large array travels beside the arguments, and is copied once for all members."""
+    large, ready = np.ones(1 << 16), coordinator.schedule(lambda: 5)
+    ready.fetch()
+    shared = coordinator.schedule_together(lambda array, more: array.sum() + sum(more), (large, [1, 2]))
+    own = coordinator.schedule_together(lambda array, of: array.sum() + of, (large, PerReplica([1, 2, 3])))
+    remote = coordinator.schedule_together(lambda array, value: array.sum() + value, (large, ready))
+    large[:] = 0
+    assert coordinator.fetch(shared) == [65539] * 3
+    assert coordinator.fetch(own) == [65537, 65538, 65539]
+    assert coordinator.fetch(remote) == [65541] * 3
+
+
 @pytest.mark.parametrize(
     ("workers", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pscluster.coordinator.data.dataset import DataPart
@@ -58,6 +59,14 @@ class CallMaker:
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
         return result, call
+
+    def repeat(self, call: Call) -> tuple[RemoteValue, Call]:
+        """Return another call with the same arguments, in the same memory, and its result-to-be.
+
+        Not of one with RemoteValues among them: those take the place of their placeholders there.
+        """
+        result = RemoteValue(call.function.name, self._resolve_handle, self._owner)
+        return result, replace(call, result=weakref.ref(result))
 
     def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Encode the arguments, as they are now, into a call."""

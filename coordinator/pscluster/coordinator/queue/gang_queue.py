@@ -95,9 +95,13 @@ class GangQueue(FunctionQueue):
         check_no_part(function)
         values: list[RemoteValue] = []
         calls: list[Call] = []
-        for rank in range(size):
-            own_args, own_kwargs = own_values((list(args or ()), dict(kwargs or {})), rank, size)
-            value, call = self._calls.make(function, own_args, own_kwargs, answer)
+        arguments = own_values((list(args or ()), dict(kwargs or {})), size)
+        for own in arguments:
+            if calls and own is arguments[0] and not calls[0].remote:
+                value, call = self._calls.repeat(calls[0])
+            else:
+                own_args, own_kwargs = own
+                value, call = self._calls.make(function, own_args, own_kwargs, answer)
             if call.parts:
                 raise MisuseError(f"{function.name} runs on several workers: it can't take a part of a dataset")
             if any(remote.status is not RemoteValueStatus.READY for remote in call.remote.values()):

@@ -38,14 +38,25 @@ class PerReplica(Sequence[Any]):
         return f"PerReplica({{{shown}}})"
 
 
-def own_values(structure: Any, rank: int, size: int) -> Any:
-    """Return a structure with the rank's own value in place of each `PerReplica`. ValueError if its size differs."""
+def own_values(structure: Any, size: int) -> list[Any]:
+    """Return a structure for each rank, with its own value in place of each `PerReplica`: without any, itself for all.
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica):
-            return leaf
-        if len(leaf) != size:
-            raise ValueError(f"a PerReplica argument has {len(leaf)} values, but there are {size} replicas")
-        return leaf[rank]
+    ValueError if one has not as many values as there are replicas.
+    """
+    found = list[PerReplica]()
 
-    return map_structure(own, structure)
+    def find(leaf: Any) -> None:
+        if isinstance(leaf, PerReplica):
+            found.append(leaf)
+
+    map_structure(find, structure)
+    for values in found:
+        if len(values) != size:
+            raise ValueError(f"a PerReplica argument has {len(values)} values, but there are {size} replicas")
+    if not found:
+        return [structure] * size
+
+    def own(rank: int) -> Any:
+        return map_structure(lambda leaf: leaf[rank] if isinstance(leaf, PerReplica) else leaf, structure)
+
+    return [own(rank) for rank in range(size)]
