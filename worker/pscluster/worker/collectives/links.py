@@ -1,9 +1,10 @@
 """A member's links to the others of its gang: dialled at first use, for what it sends and for how they end.
 
 There is one exchange in each direction between two members, each opened by its sender, over a connection of its own.
-What a member sends goes out on its function's thread. A link's thread opens the exchange, and receives the one reply:
-how the other function has ended. So a member that waits for another one opens a link to it, even if it has nothing to
-send: otherwise it would not learn of the other's end, nor the other one of the call.
+What a member sends goes out on its function's thread. That also opens the exchange, if an earlier gang has left a
+connection to the other worker; otherwise the link's thread does, since dialling may take long. The link's thread
+receives the one reply: how the other function has ended. So a member that waits for another one opens a link to it,
+even if it has nothing to send: otherwise it would not learn of the other's end, nor the other one of the call.
 
     opening --opened--> open --their function has ended, and this one--> END is sent --> over; the connection is kept
             --refused, or unreachable--> broken      open --the connection breaks, or is cancelled--> broken
@@ -55,30 +56,20 @@ PROBE_SECONDS = 10.0
 
 _SILENT = "its worker does not answer: it is frozen, or cut off"
 
-OpenStream = Callable[[Callable[[Any], None]], Stream]
-"""Opens an exchange; passes each call that it makes to the function it is given, which may cancel it."""
-
 
 class Link:
     """The exchange that this member has opened with another one."""
 
-    def __init__(
-        self,
-        member: Member,
-        opening: worker_pb2.Opening,
-        open_stream: OpenStream,
-        answers: Callable[[float], bool],
-        seconds: float,
-    ) -> None:
-        """Take what opens it, what tells whether the member's worker answers, and how long it may be silent."""
+    def __init__(self, member: Member, opening: worker_pb2.Opening, ways: Ways, seconds: float) -> None:
+        """Take the ways to the members, and how long a worker may be silent before it is asked."""
         self.member = member
         self.sent = 0  # messages of collectives
         self.begun = 0  # number of the last collective whose signature was sent
         self.ready = threading.Event()  # it is open, or broken
         self.on_ended: Callable[[worker_pb2.ExchangeReply], None] = lambda _reply: None
         self.on_broken: Callable[[PsClusterError], None] = lambda _error: None
-        self._opening, self._open, self._seconds = opening, open_stream, seconds
-        self._liveness = Liveness(answers, seconds)
+        self._opening, self._ways, self._seconds = opening, ways, seconds
+        self._liveness = Liveness(functools.partial(ways.answers, member), seconds)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._watched: WatchedCall | None = None
@@ -86,7 +77,10 @@ class Link:
         self._has_ended = self._is_over = self._is_cancelled = False  # theirs, ours, this link
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="exchange", daemon=True).start()
+        """Open it: now if that takes no time, otherwise soon."""
+        if (stream := self._ways.open_idle(self.member)) is not None:
+            self._begin(stream)
+        self._ways.threads.run(self._run)
 
     def _run(self) -> None:
         try:
@@ -106,14 +100,9 @@ class Link:
     def _exchange(self) -> PsClusterError | None:
         """Open the stream, and receive what the other member says. Return why it broke; None at its proper end."""
         try:
-            stream = self._open(self._report)
-            with self._lock:
-                self._stream, cancelled = stream, self._is_cancelled
-                self._watched = watch(WatchedCall(stream.cancel, self._seconds, self._liveness))
-            if cancelled:
-                stream.cancel()
-            stream.send(*parts_of(worker_pb2.ExchangeRequest(opening=self._opening)))
-            self.ready.set()
+            stream = self._stream or self._ways.open(self.member, self._report)
+            if stream is not self._stream:
+                self._begin(stream)
             while True:
                 reply = worker_pb2.ExchangeReply.FromString(stream.receive())
                 self.on_ended(reply)
@@ -127,6 +116,15 @@ class Link:
             self._stream = None  # a late `cancel` must not break its connection, which another gang may have now
         stream.release()
         return None
+
+    def _begin(self, stream: Stream) -> None:
+        with self._lock:
+            self._stream, cancelled = stream, self._is_cancelled
+            self._watched = watch(WatchedCall(stream.cancel, self._seconds, self._liveness))
+        if cancelled:
+            stream.cancel()
+        stream.send(*parts_of(worker_pb2.ExchangeRequest(opening=self._opening)))
+        self.ready.set()
 
     def _report(self, call: Any) -> None:
         self._calls.append(call)
@@ -265,13 +263,7 @@ class MemberLinks:
             if (link := self._links.get(rank)) is not None:
                 return link
             member = self.gang.members[rank]
-            link = Link(
-                member,
-                self.gang.opening(rank),
-                functools.partial(self._ways.open, member),
-                functools.partial(self._ways.answers, member),
-                self.gang.seconds,
-            )
+            link = Link(member, self.gang.opening(rank), self._ways, self.gang.seconds)
             link.on_ended = lambda reply: self.mailbox.ended(rank, reply)
             link.on_broken = lambda error: self.mailbox.broke(rank, error)
             self._links[rank] = link

@@ -17,6 +17,7 @@ from pscluster.core.transport.channels import PeerAddress, open_peer_channel, sa
 from pscluster.core.transport.transport import Transport
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.collectives.gang import Member
+from pscluster.worker.collectives.kept_threads import KeptThreads
 
 _PATH = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Exchange"
 
@@ -40,6 +41,9 @@ class _Way:
     def _hello(self) -> None:
         self._transport.learn(self.peer, say_hello(self._channel, self.peer, self._identity))
 
+    def leads_to(self, member: Member) -> bool:
+        return (self.peer.address, self.incarnation) == (member.address, member.incarnation)
+
     def answers(self, seconds: float) -> bool:
         """Return whether the worker answers within this many seconds. It may be computing."""
         try:
@@ -61,6 +65,9 @@ class _Way:
         with reporting_calls(report):
             return self._transport.open(self._channel, _PATH)
 
+    def open_idle(self) -> Stream | None:
+        return self._transport.connect_idle(_PATH)
+
     def close(self) -> None:
         self._transport.close()
         for channel in (self._retired, self._channel):
@@ -76,10 +83,19 @@ class Ways:
         self._lock = threading.Lock()
         self._ways: dict[int, _Way] = {}
         self.links: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # that are open, or will be
+        self.threads = KeptThreads("exchange")
 
     def open(self, member: Member, report: Callable[[Any], None]) -> Stream:
         """Open an exchange with a member. Raises grpc.RpcError, or one of our errors."""
         return self._way(member).open(report)
+
+    def open_idle(self, member: Member) -> Stream | None:
+        """Open an exchange with a member on a connection that another gang has left. None if there is none."""
+        with self._lock:
+            way = self._ways.get(member.worker)
+            if way is None or not way.leads_to(member):
+                return None
+        return way.open_idle()
 
     def answers(self, member: Member, seconds: float) -> bool:
         """Return whether a member's worker answers within this many seconds: if not, it is frozen or cut off."""
@@ -89,7 +105,7 @@ class Ways:
         options, outdated = self._options, None
         with self._lock:
             way = self._ways.get(member.worker)
-            if way is None or (way.peer.address, way.incarnation) != (member.address, member.incarnation):
+            if way is None or not way.leads_to(member):
                 peer = PeerAddress(
                     "worker", member.worker, member.address, options.tls, options.token, tls_name=member.tls_name
                 )
@@ -108,3 +124,4 @@ class Ways:
             link.cancel()
         for way in ways:
             way.close()
+        self.threads.close()

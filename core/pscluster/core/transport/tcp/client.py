@@ -279,18 +279,25 @@ class DataPort:
 
     def connect(self, path: str, metadata: Metadata, *, prompt: bool = False) -> DataStream | None:
         """Return a stream for a call, on an idle or a new connection; None if the call must use gRPC."""
-        connection: Connection | None = None
-        with self._lock:
-            endpoint = self._endpoint
-            while connection is None and self._idle:
-                if (connection := self._idle.pop()).worn:
-                    connection.close()
-                    connection = None
+        connection, endpoint = self._take_idle()
         if connection is None:
             connection = self._dialled(endpoint)
         if connection is None:
             return None
         return (PromptStream if prompt else DataStream)(self, endpoint, connection, path, metadata)
+
+    def connect_idle(self, path: str, metadata: Metadata = ()) -> DataStream | None:
+        """Return a stream for a call on an idle connection, without dialling; None if there is none."""
+        connection, endpoint = self._take_idle()
+        return None if connection is None else DataStream(self, endpoint, connection, path, metadata)
+
+    def _take_idle(self) -> tuple[Connection | None, _Endpoint | None]:
+        with self._lock:
+            while self._idle:
+                if not (connection := self._idle.pop()).worn:
+                    return connection, self._endpoint
+                connection.close()
+            return None, self._endpoint
 
     def _dialled(self, endpoint: _Endpoint | None) -> Connection | None:
         if endpoint is None or not self.usable():

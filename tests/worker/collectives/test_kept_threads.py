@@ -1,0 +1,79 @@
+"""Threads that are kept for a while after their work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.waiting import TIMEOUT, until
+
+from pscluster.worker.collectives import kept_threads
+from pscluster.worker.collectives.kept_threads import KeptThreads
+
+NAME = "kept-thread-of-a-test"
+
+
+@pytest.fixture
+def threads() -> Iterator[KeptThreads]:
+    threads = KeptThreads(NAME)
+    yield threads
+    threads.close()
+    until(lambda: not alive(), "its threads have ended")
+
+
+def alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith(NAME)]
+
+
+def ran_by(threads: KeptThreads) -> int:
+    """Run something, and return the thread that has done it."""
+    done, by = threading.Event(), list[int]()
+    threads.run(lambda: (by.append(threading.get_ident()), done.set()))
+    assert done.wait(TIMEOUT)
+    return by[0]
+
+
+def test_an_idle_thread_does_the_next_work(threads: KeptThreads) -> None:
+    """Also after work that has failed."""
+    first = ran_by(threads)
+    until(lambda: threads._idle, "it is idle")
+    assert ran_by(threads) == first
+    until(lambda: threads._idle, "it is idle")
+    threads.run(lambda: 1 // 0)
+    until(lambda: threads._idle, "it is idle")
+    assert ran_by(threads) == first
+
+
+def test_work_does_not_wait_for_other_work(threads: KeptThreads) -> None:
+    meet = threading.Barrier(5)
+    for _ in range(4):
+        threads.run(lambda: meet.wait(TIMEOUT))
+    meet.wait(TIMEOUT)
+    until(lambda: len(threads._idle) == 4, "all are idle")
+
+
+def test_few_are_kept_and_not_for_long(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_threads, "MAX_IDLE", 1)
+    monkeypatch.setattr(kept_threads, "IDLE_SECONDS", 0.01)
+    meet = threading.Barrier(3)
+    for _ in range(2):
+        threads.run(lambda: meet.wait(TIMEOUT))
+    meet.wait(TIMEOUT)
+    until(lambda: not alive(), "one was not kept, and the other has waited long enough")
+    assert ran_by(threads)
+
+
+def test_work_that_comes_as_a_thread_gives_up_is_done(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may have been chosen just before it stops waiting."""
+    monkeypatch.setattr(kept_threads, "IDLE_SECONDS", 0.0005)
+    for _ in range(200):
+        ran_by(threads)
+
+
+def test_after_the_end_work_is_done_and_no_thread_is_kept(threads: KeptThreads) -> None:
+    ran_by(threads)
+    threads.close()
+    until(lambda: not alive(), "none is kept")
+    assert ran_by(threads)
+    until(lambda: not alive(), "none is kept")
