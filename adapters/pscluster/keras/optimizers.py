@@ -58,6 +58,8 @@ def mapped(optimizer: Any, name: str) -> Optimizer:
     options = {key: value for key, value in config.items() if key not in _NOT_MAPPED and value is not None}
     if not options.get("momentum"):
         options.pop("nesterov", None)  # without momentum Keras ignores it, and ours refuses it
+    if kind in ("Adam", "AdamW"):
+        options["epsilon_hat"] = True
     cls: Any = _OPTIMIZERS[kind]
     made: Optimizer = cls(learning_rate=_rate_of(config["learning_rate"], kind), name=name, **options)
     return made

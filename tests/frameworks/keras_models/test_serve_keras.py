@@ -76,9 +76,9 @@ def test_every_step_is_that_of_one_process(strategy: ParameterServerStrategy, ma
         expected = plain.train_on_batch(x, y, return_dict=True)
         assert list(logs) == ["loss", "accuracy"]
         for name, value in expected.items():
-            assert logs[name] == pytest.approx(float(value), rel=2e-3), name
+            assert logs[name] == pytest.approx(float(value), rel=1e-5), name
     for mine, theirs in zip(weights_of(served.to_keras()), weights_of(plain), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
     names = list(served.variables)
     assert names[0] == "model/sequential/dense/kernel"
     assert names[-1] == "model/sequential/batch_normalization/moving_variance"

@@ -100,6 +100,7 @@ RULES: dict[str, tuple[Callable[[], optimizers.Optimizer], rules.UpdateRule]] = 
     ),
     "adam": (lambda: optimizers.Adam(0.1, 0.8, 0.9, 1e-5), rules.Adam(0.1, beta_1=0.8, beta_2=0.9, epsilon=1e-5)),
     "amsgrad": (lambda: optimizers.Adam(amsgrad=True), rules.Adam(amsgrad=True)),
+    "adam of keras": (lambda: optimizers.Adam(0.1, epsilon_hat=True), rules.Adam(0.1, epsilon_hat=True)),
     "adamw": (lambda: optimizers.AdamW(0.1), rules.AdamW(0.1)),
     "adamw own decay": (lambda: optimizers.AdamW(0.1, weight_decay=0.3), rules.AdamW(0.1, weight_decay=0.3)),
     "rmsprop": (lambda: optimizers.RMSprop(0.01, rho=0.8), rules.RMSprop(0.01, rho=0.8)),

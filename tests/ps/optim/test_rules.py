@@ -72,6 +72,16 @@ def adam(rate: float, b1: float, b2: float, eps: float, decay: float = 0.0, amsg
     return formula
 
 
+def adam_of_keras(rate: float, b1: float, b2: float, eps: float) -> Formula:
+    def formula(p: Array, g: Array, state: State, t: int) -> Array:
+        m = state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * g
+        v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g**2
+        alpha: float = rate * np.sqrt(1 - b2**t) / (1 - b1**t)
+        return p - alpha * m / (np.sqrt(v) + eps)
+
+    return formula
+
+
 def adagrad(rate: float, start: float, eps: float) -> Formula:
     def formula(p: Array, g: Array, state: State, t: int) -> Array:
         state["accumulator"] = state.get("accumulator", start) + g**2
@@ -132,6 +142,7 @@ CASES: dict[str, tuple[UpdateRule, Formula]] = {
     "adam": (Adam(0.02, beta_1=0.8, beta_2=0.95, epsilon=1e-3), adam(0.02, 0.8, 0.95, 1e-3)),
     "adam-no-averages": (Adam(beta_1=0.0, beta_2=0.0), adam(0.001, 0.0, 0.0, 1e-7)),
     "adam-amsgrad": (Adam(0.01, beta_2=0.9, amsgrad=True), adam(0.01, 0.9, 0.9, 1e-7, amsgrad=True)),
+    "adam-epsilon-hat": (Adam(0.01, epsilon=1e-2, epsilon_hat=True), adam_of_keras(0.01, 0.9, 0.999, 1e-2)),
     "adamw-defaults": (AdamW(), adam(0.001, 0.9, 0.999, 1e-7, 0.004)),
     "adamw": (AdamW(0.01, weight_decay=0.3), adam(0.01, 0.9, 0.999, 1e-7, 0.3)),
     "adagrad-defaults": (Adagrad(), adagrad(0.001, 0.1, 1e-7)),
@@ -650,7 +661,7 @@ def test_numbers_become_floats() -> None:
     numbers, flags = rule.to_spec()
     assert numbers["learning_rate"] == 1.0
     assert {type(value) for value in numbers.values()} == {float}
-    assert flags == {"amsgrad": True}
+    assert flags == {"amsgrad": True, "epsilon_hat": False}
     assert type(flags["amsgrad"]) is bool
 
 

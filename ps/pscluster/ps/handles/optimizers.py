@@ -113,6 +113,7 @@ class Adam(_BuiltIn, rule=rules.Adam):
             0.999.
         epsilon: added to the root, above 0. Default 1e-7.
         amsgrad: whether the second average may only grow.
+        epsilon_hat: whether epsilon is added to the root before its bias is corrected, as Keras does.
         **common: what all optimizers take: see `Common`.
 
     Raises:
@@ -131,6 +132,7 @@ class Adam(_BuiltIn, rule=rules.Adam):
         beta_2: float = rules.Adam.beta_2,
         epsilon: float = rules.Adam.epsilon,
         amsgrad: bool = rules.Adam.amsgrad,
+        epsilon_hat: bool = rules.Adam.epsilon_hat,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
@@ -141,7 +143,7 @@ class AdamW(Adam, rule=rules.AdamW):
 
     Args:
         learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
-        beta_1, beta_2, epsilon, amsgrad: as of Adam.
+        beta_1, beta_2, epsilon, amsgrad, epsilon_hat: as of Adam.
         **common: what all optimizers take: see `Common`.
 
     Raises:

@@ -108,11 +108,11 @@ class Adam(DecayingRule):
         v_hat <- max(v_hat, v)                                     AMSGrad only, replaces v below
         p <- p - lr * (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)
 
-    As in the paper and in torch, epsilon is added to the bias-corrected root. Keras adds the paper's "epsilon hat"
-    to the uncorrected root: its first steps are smaller where gradients are of epsilon's size. The default of
-    epsilon is Keras' 1e-7; torch's is 1e-8. AMSGrad's maximum is taken before the bias correction, as in Keras and
-    torch; the paper has no correction. For sparse gradients see `apply_rows`: t counts all gradients, including
-    those that did not touch the row.
+    As in the paper and in torch, epsilon is added to the bias-corrected root. With `epsilon_hat` it is what the paper
+    calls so, and is added to sqrt(v), as in Keras: the first steps are smaller where gradients are below some thousand
+    epsilons. The default of epsilon is Keras' 1e-7; torch's is 1e-8. AMSGrad's maximum is taken before the bias
+    correction, as in Keras and torch; the paper has no correction. For sparse gradients see `apply_rows`: t counts all
+    gradients, including those that did not touch the row.
     """
 
     name: ClassVar[str] = "adam"
@@ -121,6 +121,7 @@ class Adam(DecayingRule):
     beta_2: float = hyperparameter(0.999, at_least=0, below=1)
     epsilon: float = hyperparameter(1e-7, above=0)
     amsgrad: bool = False
+    epsilon_hat: bool = False
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -130,7 +131,8 @@ class Adam(DecayingRule):
         keep, rate = super().scalars(step)
         # Factoring the corrections out of the root saves a pass: alpha * m / (sqrt(v) + epsilon_t).
         root = sqrt(1.0 - self.beta_2**step)
-        return (keep, rate * root / (1.0 - self.beta_1**step), self.epsilon * root)
+        epsilon_t = self.epsilon if self.epsilon_hat else self.epsilon * root
+        return (keep, rate * root / (1.0 - self.beta_1**step), epsilon_t)
 
     def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
         _, alpha, epsilon_t = scalars
