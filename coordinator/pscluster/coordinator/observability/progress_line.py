@@ -153,8 +153,8 @@ class ProgressLine:
 
     def _text(self, shown: Mapping[str, float], seconds: float) -> str:
         done, unit = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
-        words = [f"{plain(name)} {value:.4f}" for name, value in shown.items()]
-        words += [f"{done / max(seconds, 1e-9):,.0f} {unit}/s", f"{self._coordinator.workers_up} workers up"]
+        words, workers = [f"{plain(name)} {value:.4f}" for name, value in shown.items()], self._coordinator.workers_up
+        words += [f"{done / max(seconds, 1e-9):,.0f} {unit}/s", f"{workers} worker{'s' * (workers != 1)} up"]
         if self._data is not None and (progress := progress_of_files(self._data)):
             words.append(progress)
         if self._data is not None:
