@@ -9,6 +9,7 @@ of random generators, stay in each process: see `copies`.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,14 @@ from pscluster.ps.handles.variable import Variable
 
 # The functions of the models that this process serves; workers have them in place of their handles.
 _functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+# What plain models have, and what does the same here.
+_INSTEAD = {
+    "fit": "coordinator.fit(served, data)",
+    "evaluate": "coordinator.evaluate(served, data)",
+    "predict": "coordinator.predict(served, data)",
+    "compile": "model.compile(...) in model_fn",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -286,6 +295,13 @@ class ServedModel:
                 )
         if len(mine) != len(theirs):
             raise MisuseError(f"{what} {len(theirs)} weights, and {self.name!r} has {len(mine)}: give the same layers")
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to write for what a plain model has, such as `fit` and `save`. AttributeError."""
+        mend = _INSTEAD.get(name, "")
+        if not mend and "keras" in sys.modules and hasattr(sys.modules["keras"].Model, name):
+            mend = f"served.to_keras().{name}"
+        raise AttributeError(f"a ServedModel has no {name!r}{mend and ': write '}{mend}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} of {len(self.variables)} weights>"

@@ -377,6 +377,12 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
             MisuseError, match=r"assigns sequential/.*kernel in its call, as SpectralNormalization does"
         ):
             assigning.train_on_batch(BATCHES[0])
+    with pytest.raises(AttributeError, match=r"no 'fit': write coordinator.fit\(served, data\)"):
+        other.fit(X, Y)
+    with pytest.raises(AttributeError, match=r"no 'summary': write served.to_keras\(\).summary"):
+        other.summary()
+    with pytest.raises(AttributeError, match=r"a ServedModel has no 'wieghts'$"):
+        _ = other.wieghts
     (tmp_path / "text.keras").write_text("text")
     with pytest.raises(ValueError, match=r"text\.keras' has no weights that 'b' can load: File is not a zip file"):
         other.load_weights(tmp_path / "text.keras")
