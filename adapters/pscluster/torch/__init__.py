@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pscluster.torch.checkpoints import load_checkpoint as load_checkpoint
     from pscluster.torch.optimizers import optimizer_from as optimizer_from
+    from pscluster.torch.schedules import schedule as schedule
     from pscluster.torch.served import ServedModule as ServedModule
     from pscluster.torch.serving import serve as serve
 
@@ -15,10 +16,11 @@ _HOMES = {
     "ServedModule": "served",
     "load_checkpoint": "checkpoints",
     "optimizer_from": "optimizers",
+    "schedule": "schedules",
     "serve": "serving",
 }
 
-__all__ = ["ServedModule", "load_checkpoint", "optimizer_from", "serve"]
+__all__ = ["ServedModule", "load_checkpoint", "optimizer_from", "schedule", "serve"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,10 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
     if is_new:
         optimizer = optimizer([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer_from takes an optimizer of torch, or what makes one, not {type_of(optimizer)}")
+        mend = "; for a scheduler see pscluster.torch.schedule" if hasattr(optimizer, "get_last_lr") else ""
+        raise TypeError(
+            f"optimizer_from takes an optimizer of torch, or what makes one, not {type_of(optimizer)}{mend}"
+        )
     kind = type(optimizer).__name__
     make = _MAPPED.get(type(optimizer))
     if make is None:
@@ -54,7 +57,7 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
     if "initial_lr" in group:
         raise ValueError(
             f"a scheduler of torch changes the learning rate of the {kind}, which the servers can't follow: leave it "
-            "out, and set optimizer.learning_rate to a schedule of pscluster's"
+            "out, and set optimizer.learning_rate to pscluster.torch.schedule(...), which has its rates"
         )
     if group.get("maximize"):
         raise ValueError(f"the {kind} has maximize=True: change the sign of the loss instead")
