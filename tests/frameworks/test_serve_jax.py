@@ -152,6 +152,27 @@ def test_every_step_is_that_of_one_process(
             assert mine is theirs or mine == theirs
 
 
+def test_a_module_of_nnx_takes_what_its_own_gradients_are(strategy: ParameterServerStrategy) -> None:
+    """They are a State, which is another tree with the same paths; one read from a file may be a plain dictionary."""
+    module = Network()
+    with strategy.scope():
+        served = pscluster.jax.serve(module, optimizers.SGD(0.1))
+
+    def loss_of(module: Network, x: Any) -> Any:
+        return jnp.mean(module(x) ** 2)
+
+    x = np.ones((4, 5), np.float32)
+    leaves, gradients = jax.tree.leaves(module), jax.tree.leaves(nnx.grad(loss_of)(module, x))
+    expected = [leaf - 0.1 * gradient for leaf, gradient in zip(leaves, gradients, strict=True)]
+    for grads in (nnx.grad(loss_of), jax.grad(loss_of)):
+        served.assign(nnx.to_pure_dict(nnx.state(module)))
+        served.apply(grads(served.read(), x))
+        for mine, theirs in zip(jax.tree.leaves(served.read()), expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    with pytest.raises(InvalidUpdateError, match="not a tree like that of 'params': 'last/kernel' is missing"):
+        served.apply({"first": {"bias": x, "kernel": x}, "last": {"bias": x}})
+
+
 def test_names_are_paths(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         for index, kind in enumerate(KINDS):

@@ -74,6 +74,11 @@ class ServedParams:
         return {name: variable for name, variable in self.variables.items() if name not in (self.state or ())}
 
     @cached_property
+    def _alike(self) -> list[tuple[int, Any, list[int | None]]]:
+        """Other structures of each part that have the same leaves by path, and in which order: see `_leaves_of`."""
+        return []
+
+    @cached_property
     def _last_read(self) -> threading.local:
         """The values of the state that each thread has read, as `values`."""
         return threading.local()
@@ -203,24 +208,42 @@ class ServedParams:
     def _leaves_of(self, tree: Any, what: str, part: int = 0) -> Sequence[Any]:
         """Return what a tree has in place of each leaf. InvalidUpdateError if its structure is another one.
 
-        `part`: 0: of the parameters; 1: of the state.
+        One that has the same leaves by their paths is taken, too, such as the `nnx.State` that flax's `nnx.grad` makes
+        of a module. `part`: 0: of the parameters; 1: of the state.
         """
         import jax
 
+        if self._alike and (known := self._leaves_by_path(tree, part)) is not None:
+            return known
         try:
             leaves: Sequence[Any] = self._parts[part].flatten_up_to(tree)
         except (ValueError, TypeError) as error:
             prefix, count = ("state/" if part else ""), self._parts[0].num_leaves
-            own = self.paths[count:] if part else self.paths[:count]
-            paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
-            given = {(prefix + _path(path)).removesuffix("/") for path, _ in paths}
-            differences = [f"{path!r} is missing" for path in own if path not in given]
-            differences += [f"{path!r} is not in it" for path in sorted(given - set(own))]
+            own, names = (self.paths[count:], self.served[count:]) if part else (self.paths[:count], self.served)
+            paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+            at = {(prefix + _path(path)).removesuffix("/"): index for index, (path, _) in enumerate(paths)}
+            missing = [path for path, name in zip(own, names, strict=False) if name and path not in at]
+            differences = [f"{path!r} is missing" for path in missing]
+            differences += [f"{path!r} is not in it" for path in sorted(at.keys() - set(own))]
+            if not differences and len(at) == len(paths):
+                order = [at.get(path) for path in own]
+                self._alike.append((part, structure, order))
+                return [None if index is None else paths[index][1] for index in order]
+            why = ", ".join(differences[:3]) or str(error)[:300]
             raise InvalidUpdateError(
-                f"these {what} are not a tree like that of {self.name!r}: {', '.join(differences[:3]) or error}; give "
-                "a tree like that of read()"
+                f"these {what} are not a tree like that of {self.name!r}: {why}; give a tree like that of read()"
             ) from None
         return leaves
+
+    def _leaves_by_path(self, tree: Any, part: int) -> Sequence[Any] | None:
+        """Return what a tree has in place of each leaf, if one of its structure was taken by paths; else None."""
+        import jax
+
+        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_none)
+        for of_part, known, order in self._alike:
+            if of_part == part and known == structure:
+                return [None if index is None else leaves[index] for index in order]
+        return None
 
     def _check_without_gradient(self, path: str, gradient: Any) -> None:
         if gradient is None or callable(gradient) or getattr(gradient, "dtype", None) == _float0():
@@ -315,6 +338,10 @@ def _is_floating_array(leaf: Any) -> bool:
     import jax.numpy as jnp
 
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def _float0() -> Any:
