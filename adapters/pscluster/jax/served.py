@@ -13,7 +13,7 @@ JAX's memory as it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -291,6 +291,11 @@ def serve(params: Any, optimizer: Optimizer, *, state: Any = None, name: str = "
             f"serve takes an optimizer of pscluster.coordinator.optimizers, which runs on the servers, not "
             f"{type_of(optimizer)}: optimizers.Adam(1e-3, epsilon=1e-8) is optax.adam(1e-3); for a schedule of optax "
             "see pscluster.jax.schedule"
+        )
+    if isinstance(params, Mapping) and {"params", "batch_stats"} <= params.keys():
+        raise MisuseError(
+            "'batch_stats' of flax would be trained as parameters, without gradients: give serve variables['params'], "
+            "and state=variables['batch_stats'], which steps update"
         )
     trees = [("", params)] if state is None else [("", params), ("state/", state)]
     parameters: dict[str, Parameter] = {}
