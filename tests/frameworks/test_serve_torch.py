@@ -181,6 +181,27 @@ class Lookups(nn.Module):
         return (first * second + third + summed + self.most(bags)).sum(1)
 
 
+def with_dropout() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
+
+
+def test_workers_drop_other_units(coordinator: ClusterCoordinator) -> None:
+    """The first one those that one process would drop."""
+    served = serve(with_dropout, optimizer=optimizers.SGD(0.1))
+
+    def dropped() -> list[float]:
+        with served.step() as module:
+            left: list[float] = module[1](torch.ones(64)).tolist()
+        return left
+
+    expected = with_dropout()[1](torch.ones(64)).tolist()
+    (first,) = coordinator.fetch(coordinator.schedule_together(dropped, workers=[0]))
+    (second,) = coordinator.fetch(coordinator.schedule_together(dropped, workers=[1]))
+    assert first == expected
+    assert second != expected
+
+
 def test_lookups_of_all_kinds(coordinator: ClusterCoordinator) -> None:
     """Rows of one step come in several lookups, and each is pushed once; clipping sees their summed gradients."""
     served = serve(Lookups, optimizer=optimizers.SGD(0.1), tables=["*"])

@@ -43,6 +43,7 @@ class LocalModule:
 
     def __init__(self, served: ServedModule, make: Callable[[], Any]) -> None:
         self.module = module_of(make)
+        _seed_worker()
         structure = self._structure = Structure.of(self.module)
         self._check(served, structure)
         self.tables: dict[str, Table] = {}
@@ -238,6 +239,24 @@ class LocalModule:
 def _held_by(parts: Sequence[nn.Module]) -> list[int]:
     """Return which parameters and parts these parts have, as quickly as each step needs it."""
     return [id(held) for part in parts for held in (*part._parameters.values(), *part._modules.values())]
+
+
+_seed: int | None = None
+
+
+def _seed_worker() -> None:
+    """Give torch's generator another seed on each worker but the first, so that they drop other units.
+
+    All processes begin with torch's own seed, or that of the function that makes the module. Once for each seed.
+    """
+    global _seed
+    function = current_function()
+    if function is None or torch.initial_seed() == _seed:
+        return
+    replica = 0 if function.replica is None else int(function.replica.replica_id)
+    _seed = torch.initial_seed() + function.worker_index + replica
+    if _seed != torch.initial_seed():
+        torch.manual_seed(_seed)
 
 
 def module_of(make: Callable[[], Any]) -> nn.Module:
