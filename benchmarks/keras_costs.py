@@ -13,16 +13,9 @@ from typing import Any
 
 import numpy as np
 from driver import THREADS, Handlers, serve, timed
-from serve_turns import in_turn, timed_steps
+from serve_turns import in_turn
 
-from pscluster.coordinator import (
-    ClusterCoordinator,
-    LocalCluster,
-    ParameterServerStrategy,
-    Variable,
-    __version__,
-    optimizers,
-)
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, __version__, optimizers
 
 ENVIRONMENT = THREADS | {
     "JAX_PLATFORMS": "cpu",
@@ -72,38 +65,28 @@ def jax(layers: int, n: int, rounds: int) -> dict[str, list[float]]:
     ):
         with strategy.scope():
             adam = optimizers.Adam(1e-3)
-            variables = jax.tree.map(Variable, initial)
-            served = pscluster.jax.serve(jax.tree.map(jnp.asarray, initial), optimizers.Adam(1e-3))
-        flat = jax.tree.leaves(variables)
+            served = pscluster.jax.serve(jax.tree.map(jnp.asarray, initial), adam)
+        flat = list(served.variables.values())  # as those who write the step by hand have them
+        variables = jax.tree.unflatten(jax.tree.structure(initial), flat)
         kept: dict[str, Any] = {}  # of the worker
 
-        def prepared() -> tuple[Any, Any]:
+        def prepared() -> Any:
             if not kept:
                 kept.update(data=batches(), step=jax.jit(jax.value_and_grad(loss_of)))
-            return kept["data"], kept["step"]
+            return kept["data"], {"by hand": by_hand, "served": by_serve}
 
-        def by_hand(n: int) -> tuple[float, float]:
-            data, loss_and_gradients = prepared()
+        def by_hand(x: Any, y: Any) -> float:
+            loss, gradients = kept["step"](strategy.read(variables), x, y)
+            arrays = map(np.asarray, jax.tree.leaves(gradients))
+            adam.apply_gradients(zip(arrays, flat, strict=True))
+            return float(loss)
 
-            def step(x: Any, y: Any) -> float:
-                loss, gradients = loss_and_gradients(strategy.read(variables), x, y)
-                arrays = map(np.asarray, jax.tree.leaves(gradients))
-                adam.apply_gradients(zip(arrays, flat, strict=True))
-                return float(loss)
+        def by_serve(x: Any, y: Any) -> float:
+            loss, gradients = kept["step"](served.read(), x, y)
+            served.apply(gradients)
+            return float(loss)
 
-            return timed_steps(step, data, n)
-
-        def by_serve(n: int) -> tuple[float, float]:
-            data, loss_and_gradients = prepared()
-
-            def step(x: Any, y: Any) -> float:
-                loss, gradients = loss_and_gradients(served.read(), x, y)
-                served.apply(gradients)
-                return float(loss)
-
-            return timed_steps(step, data, n)
-
-        return in_turn(ClusterCoordinator(strategy), by_hand, by_serve, n, rounds)
+        return in_turn(ClusterCoordinator(strategy), prepared, n, rounds)
 
 
 def _dense(layers: int) -> Any:
@@ -125,33 +108,23 @@ def keras(backend: str, layers: int, n: int, rounds: int) -> dict[str, list[floa
         LocalCluster(2, 1, transport="tcp", env=environment, log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster) as strategy,
     ):
-        plain = _dense(layers)
         with strategy.scope():
-            adam = optimizers.Adam(1e-3)
-            variables = [Variable(np.asarray(value)) for value in plain.get_weights()]
             served = pscluster.keras.serve(lambda: _dense(layers))
+        adam, variables = served.optimizer, list(served.variables.values())
         kept: dict[str, Any] = {}  # of the worker
 
-        def prepared() -> tuple[Any, Any]:
+        def prepared() -> Any:
             if not kept:
                 make = _jax_step if backend == "jax" else _torch_step
                 kept.update(data=batches(), step=make(_dense(layers)))
-            return kept["data"], kept["step"]
+            return kept["data"], {"by hand": by_hand, "served": lambda x, y: served.train_on_batch((x, y))}
 
-        def by_hand(n: int) -> tuple[float, float]:
-            data, compute = prepared()
+        def by_hand(x: Any, y: Any) -> tuple[float, float]:
+            loss, accuracy, gradients = kept["step"](strategy.read(variables), x, y)
+            adam.apply_gradients(zip(gradients, variables, strict=True))
+            return float(loss), float(accuracy)
 
-            def step(x: Any, y: Any) -> tuple[float, float]:
-                loss, accuracy, gradients = compute(strategy.read(variables), x, y)
-                adam.apply_gradients(zip(gradients, variables, strict=True))
-                return float(loss), float(accuracy)
-
-            return timed_steps(step, data, n)
-
-        def by_serve(n: int) -> tuple[float, float]:
-            return timed_steps(lambda x, y: served.train_on_batch((x, y)), prepared()[0], n)
-
-        return in_turn(ClusterCoordinator(strategy), by_hand, by_serve, n, rounds)
+        return in_turn(ClusterCoordinator(strategy), prepared, n, rounds)
 
 
 def _jax_step(model: Any) -> Any:

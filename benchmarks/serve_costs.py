@@ -13,7 +13,7 @@ import torch
 from driver import THREADS, Handlers, serve
 from recommender import Dense, loss_of
 from recommender_data import LEARNING_RATE, WIDTH, batches
-from serve_turns import in_turn, timed_steps
+from serve_turns import in_turn
 from torch import nn
 
 import pscluster.torch
@@ -60,37 +60,29 @@ def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]
         coordinator = ClusterCoordinator(strategy)
         kept: dict[str, Any] = {}  # of the worker
 
-        def data() -> Any:
+        def prepared() -> Any:
             torch.set_num_threads(1)
-            return kept.get("data") or kept.setdefault("data", batches(0, tables, rows))
+            if not kept:
+                kept.update(data=batches(0, tables, rows), dense=Dense(tables))
+            return kept["data"], {"by hand": by_hand, "served": by_serve}
 
-        def by_hand(n: int) -> tuple[float, float]:
-            all_batches = data()
-            dense = kept.get("dense") or kept.setdefault("dense", Dense(tables))
+        def by_hand(ids: Any, features: Any, labels: Any) -> None:
+            dense = kept["dense"]
+            looked_up = embedding_lookup(embeddings, ids)
+            for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
+                parameter.data = torch.from_numpy(value)
+                parameter.grad = None
+            leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
+            loss_of(dense, features, leaves, labels).backward()
+            sparse = [IndexedSlices(leaf.grad.numpy(), of) for leaf, of in zip(leaves, ids, strict=True)]
+            gradients = [parameter.grad.numpy() for parameter in dense.parameters()]
+            adagrad.apply_gradients(zip([*sparse, *gradients], [*embeddings, *parameters], strict=True))
 
-            def step(ids: Any, features: Any, labels: Any) -> None:
-                looked_up = embedding_lookup(embeddings, ids)
-                for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
-                    parameter.data = torch.from_numpy(value)
-                    parameter.grad = None
-                leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
-                loss_of(dense, features, leaves, labels).backward()
-                sparse = [IndexedSlices(leaf.grad.numpy(), of) for leaf, of in zip(leaves, ids, strict=True)]
-                gradients = [parameter.grad.numpy() for parameter in dense.parameters()]
-                adagrad.apply_gradients(zip([*sparse, *gradients], [*embeddings, *parameters], strict=True))
+        def by_serve(ids: Any, features: Any, labels: Any) -> None:
+            with served.step({f"tables.{number}": of_table for number, of_table in enumerate(ids)}) as module:
+                module.loss(ids, features, labels).backward()
 
-            return timed_steps(step, all_batches, n)
-
-        def by_serve(n: int) -> tuple[float, float]:
-            all_batches = data()
-
-            def step(ids: Any, features: Any, labels: Any) -> None:
-                with served.step({f"tables.{number}": of_table for number, of_table in enumerate(ids)}) as module:
-                    module.loss(ids, features, labels).backward()
-
-            return timed_steps(step, all_batches, n)
-
-        return in_turn(coordinator, by_hand, by_serve, n, rounds)
+        return in_turn(coordinator, prepared, n, rounds)
 
 
 def main() -> None:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from driver import timed
 
-Steps = Callable[[int], tuple[float, float]]
-"""Takes a number of steps on a worker, and returns what `timed_steps` does."""
+Prepared = Callable[[], tuple[list[Any], Mapping[str, Callable[..., Any]]]]
+"""Returns, on a worker, batches, and a step that takes one for "by hand" and for "served"."""
 
 
-def timed_steps(step: Any, data: list[Any], n: int) -> tuple[float, float]:
-    """Seconds of one of these steps, and of the thread's processor time of it."""
-    begin = time.thread_time()
-    seconds = timed(lambda: [step(*data[nth % len(data)]) for nth in range(n)])
-    return seconds / n, (time.thread_time() - begin) / n
+def in_turn(coordinator: Any, prepared: Prepared, n: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of both ways, and of the worker's thread's processor time of it: medians of each round.
 
+    The steps take turns one by one: minutes differ on machines that others use, too, and what is measured is small.
+    """
 
-def in_turn(coordinator: Any, by_hand: Steps, served: Steps, n: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, in each round, of both ways; and the worker's processor time of it."""
-    measured: dict[str, list[float]] = {"by hand": [], "served": [], "by hand, cpu": [], "served, cpu": []}
+    def steps(n: int) -> dict[str, float]:
+        data, ways = prepared()
+        taken: defaultdict[str, list[float]] = defaultdict(list)
+        for number in range(n):
+            for name, step in list(ways.items())[:: 1 if number % 2 else -1]:
+                begin = time.thread_time()
+                taken[name].append(timed(lambda: step(*data[number % len(data)])))  # noqa: B023  # called at once
+                taken[f"{name}, cpu"].append(time.thread_time() - begin)
+        return {name: statistics.median(of) for name, of in taken.items()}
+
+    measured: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
-        ways = [("by hand", by_hand), ("served", served)]
-        for name, function in ways[:: 1 if number % 2 else -1]:
-            seconds, cpu = coordinator.schedule(function, args=(n,)).fetch()
+        for name, seconds in coordinator.schedule(steps, args=(n,)).fetch().items():
             if number:  # after one that does not count
                 measured[name].append(seconds)
-                measured[f"{name}, cpu"].append(cpu)
-    return measured
+    return dict(measured)

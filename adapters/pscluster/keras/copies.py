@@ -22,6 +22,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError
 from pscluster.keras.own_steps import AppliedGradients, has_own
 from pscluster.keras.tables import Table, embeddings_of
+from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.variable import Variable
 
@@ -72,6 +73,7 @@ class Copy(ABC):
         self._applied: AppliedGradients | None = None
         self._built = False
         self._additive = False
+        self.plan: GradientPlan | None = None  # of steps whose gradients are all dense
 
     @property
     def weights(self) -> list[Any]:

@@ -32,6 +32,7 @@ from pscluster.keras.metrics import ModelMetrics
 from pscluster.keras.optimizers import mapped
 from pscluster.keras.own_steps import has_own
 from pscluster.keras.tables import chosen
+from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import (
@@ -100,14 +101,17 @@ class ServedModel:
         """
         names, variables, tables = self._read_in_steps()
         split = sum(weight.trainable for weight in self.weights) - len(tables)
-        outcome = self._copy.train(read_variables(variables), batch, tables)
+        copy = self._copy
+        outcome = copy.train(read_variables(variables), batch, tables)
         self._check_finite(names, outcome)
         # Replicas that step together: of these the mean counts.
         function = current_function()
         replicas = 1 if function is None or function.replica is None else int(function.replica.num_replicas)
         changes = [(change, variables[split + at]) for at, change in outcome.changes if is_finite(change)]
         pairs: list[tuple[Any, Variable]] = list(zip(outcome.gradients, variables[:split], strict=True))
-        applied = {id(self.optimizer): Applied(self.optimizer, pairs)}
+        if copy.plan is None:
+            copy.plan = GradientPlan(self.optimizer)
+        applied = {id(self.optimizer): Applied(self.optimizer if tables else copy.plan, pairs)}
         for optimizer, rows, variable in zip(self.tables.values(), outcome.of_tables, tables, strict=True):
             if rows is not None:
                 of_optimizer = applied.setdefault(id(optimizer), Applied(optimizer, []))

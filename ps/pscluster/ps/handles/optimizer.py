@@ -149,6 +149,11 @@ class Optimizer(Handle):
         return self._preprocessing
 
     @property
+    def sends_as_given(self) -> bool:
+        """Whether dense gradients are sent without being looked at, or changed; for internal use."""
+        return self._nonfinite is None and not self._preprocessing.changes
+
+    @property
     def iterations(self) -> int:
         """The number of gradients applied, on the shard with the most."""
         return self._client.describe_optimizer(self.name).iterations

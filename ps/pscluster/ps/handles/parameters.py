@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.scope import current_creator
@@ -32,9 +33,9 @@ class Parameter(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """Gradients for one optimizer: pairs of a gradient, or None, and its variable."""
+    """Gradients for one optimizer, or for the plan of one: pairs of a gradient, or None, and its variable."""
 
-    optimizer: Optimizer
+    optimizer: Optimizer | GradientPlan
     pairs: Sequence[tuple[Gradient | None, Variable]]
 
 
