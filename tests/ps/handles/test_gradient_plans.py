@@ -48,8 +48,9 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 @pytest.fixture(scope="module")
 def variables(strategy: ParameterServerStrategy) -> list[Variable]:
     """Variables that are cut in every way, and of several types."""
+    common: dict[str, Any] = {"initial_value": np.zeros((7, 6)), "dtype": np.float32}
     with strategy.scope():
-        return [Variable(**{"initial_value": np.zeros((7, 6)), "dtype": np.float32} | way) for way in WAYS]
+        return [Variable(**(common | way)) for way in WAYS]
 
 
 @pytest.fixture
