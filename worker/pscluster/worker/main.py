@@ -86,7 +86,9 @@ def serve_worker(
     return serve
 
 
-@click.command("worker", help="Run a worker: the task that TF_CONFIG names, or with --join one that joins a cluster.")
+@click.command(
+    "worker", help="Run a worker.\n\nIt is the task that TF_CONFIG names, or with --join one that joins a cluster."
+)
 @join_options(
     "worker",
     "NAME|INDEX",

@@ -95,24 +95,14 @@ def cli() -> None:
 
 _SCRIPT = "pscluster.coordinator.cli.script"
 for _name, _module, _attribute, _summary in (
-    (
-        "ps",
-        "pscluster.ps.server.main",
-        "command",
-        "Run a parameter server: the task that TF_CONFIG names, or with --join one of a running cluster.",
-    ),
-    (
-        "worker",
-        "pscluster.worker.main",
-        "command",
-        "Run a worker: the task that TF_CONFIG names, or with --join one that joins a cluster.",
-    ),
+    ("ps", "pscluster.ps.server.main", "command", "Run a parameter server."),
+    ("worker", "pscluster.worker.main", "command", "Run a worker."),
     ("coordinator", _SCRIPT, "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", _SCRIPT, "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),
     ("runs", "pscluster.launch.cli", "runs", "List the runs of a Trainer."),
     ("scale", "pscluster.launch.cli", "scale", "Change the number of workers of a Trainer's run."),
     ("k8s", "pscluster.launch.kubernetes.cli", "k8s", "Render the manifests of a cluster on Kubernetes."),
-    ("slurm", "pscluster.launch.slurm.cli", "slurm", "Run SCRIPT as the coordinator of a cluster that is a Slurm job."),
+    ("slurm", "pscluster.launch.slurm.cli", "slurm", "Run SCRIPT on a cluster that is a Slurm job."),
 ):
     cli.add_command(_LazyCommand(_name, _module, _attribute, _summary))
 
@@ -152,7 +142,10 @@ for _name, _module, _attribute, _summary in (
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(script: str, args: tuple[str, ...], metrics_port: str, **options: Any) -> None:
-    """Start a local cluster, run SCRIPT as its coordinator, and stop the cluster when SCRIPT ends."""
+    """Run SCRIPT on a local cluster.
+
+    SCRIPT is its coordinator; the cluster is started before it, and stopped when it ends.
+    """
     from pscluster.coordinator.cli.run import run_script
 
     sys.exit(run_script(script, args, metrics_port=metrics_port_of(metrics_port), **options))
@@ -162,7 +155,10 @@ def run_command(script: str, args: tuple[str, ...], metrics_port: str, **options
 @click.argument("address")
 @credentials_options
 def health_command(address: str, **credentials: Any) -> None:
-    """Check whether the role at ADDRESS (HOST:PORT or unix:PATH) is serving. Exit code 0: yes, 1: no."""
+    """Check whether the role at ADDRESS is serving.
+
+    ADDRESS is HOST:PORT or unix:PATH. Exit code 0: yes, 1: no.
+    """
     from pscluster.coordinator.cli.health import is_healthy
 
     parse_address(address)
@@ -199,10 +195,10 @@ def status_command(watch: bool, every: float, as_json: bool, **credentials: Any)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object, on one line.")
 def plan_command(by: Measure, as_json: bool, **credentials: Any) -> None:
-    """Propose which shards of the cluster in TF_CONFIG should move, and which variables should be cut otherwise.
+    """Propose how to balance the servers.
 
-    Changes nothing: strategy.apply(strategy.plan()) in the script makes it live. Exit code 1: a server does not
-    answer.
+    Prints which shards of the cluster in TF_CONFIG should move, and which variables should be cut otherwise. Changes
+    nothing: strategy.apply(strategy.plan()) in the script makes it live. Exit code 1: a server does not answer.
     """
     from pscluster.coordinator.cli.plan import show_plan
 
@@ -217,7 +213,10 @@ def plan_command(by: Measure, as_json: bool, **credentials: Any) -> None:
 )
 @click.option("--rows", default=10, show_default=True, type=click.IntRange(1), help="Maximum rows per table.")
 def top_command(every: float, rounds: int, rows: int, **credentials: Any) -> None:
-    """Show the busiest servers, variables and workers of the cluster in TF_CONFIG, live."""
+    """Show the busiest tasks and variables, live.
+
+    Those of the cluster in TF_CONFIG: its servers, its workers, and what is on the servers.
+    """
     from pscluster.coordinator.cli.status import show_top
 
     sys.exit(show_top(_cluster(**credentials), every=every, rounds=rounds, rows=rows))
@@ -243,7 +242,10 @@ def _cluster(**credentials: Any) -> list[PeerAddress]:
 @cli.command("token")
 @click.option("--file", "path", type=click.Path(path_type=Path), help="Create this file if it is missing.")
 def token_command(path: Path | None) -> None:
-    """Create a cluster token: print it, or with --file write it to a file that only you can read."""
+    """Create a cluster token.
+
+    Prints it, or with --file writes it to a file that only you can read.
+    """
     if path is None:
         click.echo(new_token())
     else:
@@ -264,9 +266,10 @@ def token_command(path: Path | None) -> None:
 )
 @click.option("--renew", is_flag=True, help="Renew the certificates in DIR with its CA, for the same keys and hosts.")
 def certs_command(folder: Path, hosts: tuple[str, ...], days: float, renew: bool) -> None:
-    """Create a CA in DIR, and for each role (DIR/ps, worker, coordinator and tool) a certificate and a key.
+    """Create certificates for all roles in DIR.
 
-    The certificates are valid for localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
+    They are a CA, and for each role (DIR/ps, worker, coordinator and tool) a certificate and a key, valid for
+    localhost, the hosts of the cluster in TF_CONFIG, if it is set, and each --host.
     """
     from pscluster.core.security.certificates import hosts_of, make_certificates, renew_certificates
 

@@ -210,15 +210,15 @@ def add_pickle_options(command: Callable[..., None]) -> Callable[..., None]:
             "--functions-from",
             multiple=True,
             metavar="FOLDER|PACKAGE",
-            help="Without pickles, peers name functions of files in this folder or of this installed package; may be "
-            f"repeated. Default: the current folder and those of PYTHONPATH. Or ${FUNCTIONS_VARIABLE}.",
+            help="Without pickles, peers name functions of files in this folder or of this installed package; "
+            f"repeatable. Default: the current folder and those of PYTHONPATH. Or ${FUNCTIONS_VARIABLE}.",
         ),
         click.option(
             "--data-from",
             multiple=True,
             metavar="FOLDER",
-            help="Without pickles, workers map arrays of files only in this folder and those of --functions-from; may "
-            f"be repeated. Or ${DATA_VARIABLE}.",
+            help="Without pickles, workers map arrays of files only in this folder and those of --functions-from; "
+            f"repeatable. Or ${DATA_VARIABLE}.",
         ),
     ]
     for option in reversed(options):

@@ -65,7 +65,10 @@ from pscluster.launch.slurm.job_script import EXIT_CODE, LOG, SCRIPT, TOKEN, Slu
 def slurm(
     script: str, args: tuple[str, ...], state: Path, dry_run: bool, wait: bool, timeout: float, **options: Any
 ) -> None:
-    """Run SCRIPT as the coordinator of a cluster that is a Slurm job."""
+    """Run SCRIPT on a cluster that is a Slurm job.
+
+    SCRIPT is its coordinator.
+    """
     path = script_at(script).resolve()
     options["job_name"] = options["job_name"] or path.stem
     chosen = SlurmOptions(**options)

@@ -74,7 +74,8 @@ def store_of_environ(index: int, address: str) -> StoreOptions:
 
 
 @click.command(
-    "ps", help="Run a parameter server: the task that TF_CONFIG names, or with --join one of a running cluster."
+    "ps",
+    help="Run a parameter server.\n\nIt is the task that TF_CONFIG names, or with --join one of a running cluster.",
 )
 @click.option(
     "--in-flight-mib",
@@ -111,7 +112,7 @@ def store_of_environ(index: int, address: str) -> StoreOptions:
     envvar=ROOT_VARIABLE,
     multiple=True,
     metavar="DIRECTORY",
-    help="Write and read checkpoints only inside this directory (or URL); may be repeated. Default: anywhere.",
+    help="Write and read checkpoints only inside this directory (or URL); repeatable. Default: anywhere.",
 )
 @join_options(
     "parameter server",
