@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,32 +26,24 @@ from typing import Any
 from pscluster.coordinator.checkpoints.checkpoint import Checkpoint as Variables
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.local.supervised import SupervisedCluster
-from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
-from pscluster.coordinator.training.events import EventWriter
-from pscluster.core.errors import (
-    CancelledError,
-    CheckpointError,
-    ConfigurationError,
-    MisuseError,
-    ProtocolError,
-    PsClusterError,
-)
+from pscluster.core.errors import CancelledError, CheckpointError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.definitions import capture, partial_of
-from pscluster.core.sanitize import shown
 from pscluster.launch.checkpoint import VARIABLES, Checkpoint
 from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.logs import logs_of
+from pscluster.launch.questions import Asked, report_of
 from pscluster.launch.rendezvous import Rendezvous, Serving, place_among
+from pscluster.launch.reporting import Reporting
 from pscluster.launch.result import Result
 from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
-from pscluster.launch.session import Action, Answer, Commit, Report, Session
+from pscluster.launch.session import Action, Answer, Commit, Session
 from pscluster.launch.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -142,7 +133,7 @@ class Fit:
         self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
         self._cluster: SupervisedCluster | None = None
         self._variables: Variables | None = None
-        self._events: EventWriter | None = None
+        self._reporting = Reporting(folder, self._run.checkpoint)
         self._setup = Setup(
             name=folder.name,
             path=folder.path,
@@ -389,76 +380,16 @@ class Fit:
     def _commit(self, commit: Commit) -> list[Action]:
         number, reports = commit.number, commit.reports
         try:
-            path = self._folder.commit(number, reports, self._save_variables, commit.rows)
+            path = self._reporting.commit(commit, self._save_variables)
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
         if path is not None:
             self._updates = {rank: report.updates for rank, report in reports.items()}
-        metrics = reports[min(reports)].metrics
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        self._show(number, numbers)
-        self._write_events(number, numbers)
-        keep = self._run.checkpoint
-        try:
-            self._folder.retain(keep.num_to_keep, keep.score, keep.order)
-        except PsClusterError as error:  # tried again after the next report
-            logger.warning("old checkpoints can't be deleted: %s", error)
         return self._committed(number, path)
 
     def _committed(self, number: int, path: str | None) -> list[Action]:
         return self._session.committed_now(number, path)
 
-    def _write_events(self, number: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of the lowest rank for TensorBoard, if what that needs is installed."""
-        if not EventWriter.available():
-            return
-        try:
-            self._events = self._events or EventWriter(f"{self._folder.path}/tensorboard")
-            self._events.scalars(number, numbers)
-        except (ConfigurationError, OSError) as error:
-            logger.warning("report %d is committed, but not in the files for TensorBoard: %s", number, error)
-
     def close(self) -> None:
         """Close what is open."""
-        if self._events is not None:
-            with contextlib.suppress(OSError):
-                self._events.close()
-
-    def _show(self, number: int, numbers: Mapping[str, float]) -> None:
-        listed = "".join(f"  {name} {value:.4g}" for name, value in numbers.items())
-        text = f"{self._folder.name}  report {number}{listed}"
-        choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
-
-
-def report_of(asked: Mapping[str, Any]) -> Report:
-    """Return the report that a member has sent."""
-    updates = {int(variable): int(count) for variable, count in asked["updates"]}
-    with_variables = bool(asked["with_variables"])
-    return Report(asked["metrics"], asked["files"], asked["name"], asked["positions"], with_variables, updates)
-
-
-class Asked:
-    """A question of a function that runs in this process: see `Question`."""
-
-    rank, worker, attempt = 0, 0, 1
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
-        self._answer: Any = None
-        self._error: Exception | None = None
-        self._answered = threading.Event()
-
-    def reply(self, value: Any) -> None:
-        self._answer = value
-        self._answered.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._answered.set()
-
-    def result(self) -> Any:
-        if not self._answered.is_set():
-            raise MisuseError("there is no other member to wait for")
-        if self._error is not None:
-            raise self._error
-        return self._answer
+        self._reporting.close()

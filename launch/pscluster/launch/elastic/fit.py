@@ -31,7 +31,8 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import ConfigurationError, FunctionError, PsClusterError, UnavailableError, WorkerLostError
 from pscluster.launch.elastic.requests import Requests
 from pscluster.launch.elastic.session import Admit, ElasticSession, Ranked, SavedRows
-from pscluster.launch.fit import POLL_SECONDS, Asked, Fit, MembersFailed, report_of
+from pscluster.launch.fit import POLL_SECONDS, Fit, MembersFailed
+from pscluster.launch.questions import Asked, report_of
 from pscluster.launch.rendezvous import place_among
 from pscluster.launch.session import Action, Answer
 
