@@ -9,7 +9,8 @@ from pscluster.coordinator.checkpoints.manager import CheckpointManager, Restore
 from pscluster.coordinator.checkpoints.saved import SavedVariables
 from pscluster.coordinator.checkpoints.sidecar import SidecarEvaluator
 from pscluster.coordinator.dashboard import Dashboard
-from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
+from pscluster.coordinator.data.data_part import DataPart
+from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.plan import Plan

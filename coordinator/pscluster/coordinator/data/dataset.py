@@ -1,8 +1,4 @@
-"""Distributed datasets as the coordinator holds them: workers read the data, and what was read is known here.
-
-A function is given a part: a range of items (examples, files, or blocks of files) in an epoch's order, the same in all
-its attempts.
-"""
+"""Distributed datasets as the coordinator holds them: workers read the data, and what was read is known here."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pscluster.coordinator.data.data_part import DataPart
 from pscluster.coordinator.data.dataset_progress import (
     ChooseStop,
     DatasetProgress,
@@ -30,7 +27,7 @@ from pscluster.coordinator.data.file_lists import FileList
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, PsClusterError
-from pscluster.core.handles import Handle, StaysHere
+from pscluster.core.handles import StaysHere
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
@@ -43,68 +40,6 @@ RETRIES = 2  # how often a function that could not read its examples runs again,
 MAX_PROCESSES = 256  # of a map, on each worker
 
 OnError = Literal["raise", "skip"]
-
-
-class DataPart(Handle):
-    """A part of an epoch: items `start` to `stop` - 1 in the order of epoch `epoch`, all from 0.
-
-    Pass it to `schedule`; the step function iterates over its elements.
-    """
-
-    handle_kind = "part"
-
-    def __init__(
-        self,
-        dataset: DistributedDataset,
-        resource: DatasetResource,
-        assigned: EpochRange,
-        position: Position | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.epoch, self.start, self.stop = assigned.epoch, assigned.start, assigned.stop
-        self.position = position  # None: reading it does not count as a visit
-        self._assigned = assigned
-        self._resource = resource  # keeps the dataset on the workers
-        self._key = f"{resource.id}/{assigned.epoch}/{assigned.start}/{assigned.stop}"
-        self._entered = False  # a function was scheduled with it
-
-    @property
-    def handle_key(self) -> str:
-        """The dataset's resource id, the epoch, the first item and the one after the last."""
-        return self._key
-
-    @property
-    def name(self) -> str:
-        """A name that is the same in every run of the script."""
-        return f"{self.dataset.name}/{self.epoch}/{self.start}-{self.stop}"
-
-    def enter(self) -> None:
-        """Record that a function is scheduled with it. MisuseError if the position has been restored since."""
-        if self.position is not None:
-            self.position.enter(self._assigned)
-        self._entered = True
-
-    def commit(self, key: int) -> None:
-        """Record, for the dispatcher, that its function, which has this key, has ended."""
-        if self.position is not None:
-            self.position.commit(self._assigned, key)
-
-    def release(self) -> None:
-        """Free it for another function: its own has failed, was cancelled, or could not be scheduled."""
-        if self.position is not None:
-            self.position.release(self._assigned)
-
-    def __del__(self) -> None:
-        if not self._entered and self.position is not None:
-            self.position.abandon(self._assigned)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise MisuseError(
-            "a part has its elements on the workers: pass it to schedule(), and iterate over it in the step function"
-        )
-
-    def __repr__(self) -> str:
-        return f"<DataPart {self.name}>"
 
 
 @dataclass(frozen=True, slots=True)

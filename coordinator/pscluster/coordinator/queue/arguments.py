@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from pscluster.coordinator.data.dataset import DataPart
+from pscluster.coordinator.data.data_part import DataPart
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pscluster.coordinator.data.dataset import DataPart
+from pscluster.coordinator.data.data_part import DataPart
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.queue.arguments import check_no_part
 from pscluster.coordinator.queue.captured_functions import CapturedFunctions

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pscluster.coordinator.data.dataset import DataPart
+from pscluster.coordinator.data.data_part import DataPart
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability import timeline

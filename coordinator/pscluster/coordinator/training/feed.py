@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
+from pscluster.coordinator.data.data_part import DataPart
+from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.training.plan import Plan
 from pscluster.coordinator.training.state import TrainingState

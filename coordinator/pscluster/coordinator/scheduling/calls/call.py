@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pscluster.coordinator.data.dataset import DataPart
+from pscluster.coordinator.data.data_part import DataPart
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.decisions.tasks import Task
