@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pscluster.coordinator.local.supervisor import describe_exit
+from pscluster.coordinator.local.tasks import describe_exit
 from pscluster.core.cluster.addresses import join_address
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.errors import FunctionCancelled, MisuseError

@@ -17,7 +17,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.conftest import search
 
-from pscluster.coordinator.local.supervisor import (
+from pscluster.coordinator.local.supervisor import Supervisor
+from pscluster.coordinator.local.tasks import (
     Action,
     Added,
     Event,
@@ -33,7 +34,6 @@ from pscluster.coordinator.local.supervisor import (
     Started,
     StartFailed,
     StopRequested,
-    Supervisor,
     TaskKey,
     Tick,
     describe_exit,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from pscluster.coordinator.local.supervisor import TaskKey
+from pscluster.coordinator.local.tasks import TaskKey
 from pscluster.coordinator.local.temp_folder import OwnFolder, folder_for_sockets
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError

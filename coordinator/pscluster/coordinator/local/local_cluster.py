@@ -26,7 +26,7 @@ from pscluster.coordinator.local.monitor import ClusterError, logger
 from pscluster.coordinator.local.processes import Processes
 from pscluster.coordinator.local.reports import Report
 from pscluster.coordinator.local.scaling import ScalableCluster
-from pscluster.coordinator.local.supervisor import Added, RestartPolicy, TaskKey, task_name
+from pscluster.coordinator.local.tasks import Added, RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors

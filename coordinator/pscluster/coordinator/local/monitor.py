@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 from pscluster.coordinator.local.reports import Report, Reports
-from pscluster.coordinator.local.supervisor import (
+from pscluster.coordinator.local.supervisor import Supervisor
+from pscluster.coordinator.local.tasks import (
     Action,
     Event,
     Exited,
@@ -28,7 +29,6 @@ from pscluster.coordinator.local.supervisor import (
     Start,
     StartFailed,
     StopRequested,
-    Supervisor,
     TaskKey,
     Tick,
     task_name,

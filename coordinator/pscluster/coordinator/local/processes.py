@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from pscluster.coordinator.local.supervisor import Event, Exited, Started, TaskKey
+from pscluster.coordinator.local.tasks import Event, Exited, Started, TaskKey
 
 
 class Processes:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pscluster.coordinator.local.supervised import SupervisedCluster
-from pscluster.coordinator.local.supervisor import Added, Removed, TaskKey, task_name
+from pscluster.coordinator.local.tasks import Added, Removed, TaskKey, task_name
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import MisuseError, UnavailableError, WaitTimeoutError

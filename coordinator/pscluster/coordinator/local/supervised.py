@@ -19,14 +19,8 @@ from typing import Self
 
 from pscluster.coordinator.local.monitor import ClusterError, Job, Monitored, logger
 from pscluster.coordinator.local.reports import Report
-from pscluster.coordinator.local.supervisor import (
-    Phase,
-    RestartPolicy,
-    RestartRequested,
-    Supervisor,
-    TaskKey,
-    task_name,
-)
+from pscluster.coordinator.local.supervisor import Supervisor
+from pscluster.coordinator.local.tasks import Phase, RestartPolicy, RestartRequested, TaskKey, task_name
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import MisuseError, WaitTimeoutError

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pscluster.coordinator.local.monitor import logger
-from pscluster.coordinator.local.supervisor import Event, Exited, Started, StartFailed, TaskKey, task_name
+from pscluster.coordinator.local.tasks import Event, Exited, Started, StartFailed, TaskKey, task_name
 from pscluster.launch.ray.connection import RayClusterError, import_ray, reason
 
 PORT_SECONDS = 15.0

@@ -25,7 +25,7 @@ from pscluster.coordinator.job.settings import process_options
 from pscluster.coordinator.local.addresses import Addresses
 from pscluster.coordinator.local.environment import THREADS_VARIABLES, role_environ
 from pscluster.coordinator.local.scaling import ScalableCluster
-from pscluster.coordinator.local.supervisor import Phase, RestartPolicy, TaskKey, task_name
+from pscluster.coordinator.local.tasks import Phase, RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors

@@ -33,7 +33,8 @@ from pathlib import Path
 import click
 
 from pscluster.coordinator.local.environment import common_environ
-from pscluster.coordinator.local.supervisor import (
+from pscluster.coordinator.local.supervisor import Supervisor
+from pscluster.coordinator.local.tasks import (
     CONFIGURATION_EXIT_CODE,
     Action,
     Event,
@@ -46,7 +47,6 @@ from pscluster.coordinator.local.supervisor import (
     Started,
     StartFailed,
     StopRequested,
-    Supervisor,
     Tick,
 )
 from pscluster.core.cluster.addresses import split_address
