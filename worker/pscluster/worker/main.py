@@ -11,7 +11,8 @@ import click
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.ids import make_identity
-from pscluster.core.role.joining import Joiner, join_options, joining_of, serve_joining
+from pscluster.core.role.join_options import join_options, joining_of
+from pscluster.core.role.joining import Joiner, serve_joining
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import (

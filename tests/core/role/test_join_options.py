@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pscluster.core.role.joining import JoinOptions, dialled_at
+from pscluster.core.role.join_options import JoinOptions, dialled_at
 
 
 @pytest.mark.parametrize(
