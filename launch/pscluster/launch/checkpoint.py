@@ -127,7 +127,7 @@ class Checkpoint:
         """Store data beside its files, as JSON, in place of what there was.
 
         Raises:
-            TypeError: it is no JSON.
+            TypeError: it is not JSON.
             OSError: it can't be written there.
         """
         text = json.dumps(dict(metadata))

@@ -29,7 +29,7 @@ class Result:
     best_checkpoints: Sequence[tuple[Checkpoint, Mapping[str, Any]]]
     """Those that are kept, with the metrics that came with them, the best first."""
     return_values: Sequence[Any] | None = None
-    """What the function returned, by rank; None if it has not, or, in a result that was loaded, if it is no JSON.
+    """What the function returned, by rank; None if it has not, or, in a result that was loaded, if it is not JSON.
 
     Of an elastic run: what those members returned that came to its end, in the order in which they had joined.
     """

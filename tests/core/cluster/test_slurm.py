@@ -87,7 +87,7 @@ def test_the_cluster_of_a_step() -> None:
     ("variables", "options", "message"),
     [
         ({"SLURM_STEP_NODELIST": "n[1-"}, {}, r'SLURM_STEP_NODELIST is "n\[1-", but it must be a list of nodes'),
-        ({"SLURM_STEP_NODELIST": "n[3-1]"}, {}, r"but \[3-1\] is no number and no rising range"),
+        ({"SLURM_STEP_NODELIST": "n[3-1]"}, {}, r"but \[3-1\] is neither a number nor a rising range"),
         ({"SLURM_STEP_NODELIST": "a,b,a"}, {}, "but a may occur only once"),
         ({"SLURM_STEP_NODELIST": "n[1-99999999]"}, {}, "a list has at most 65,536 nodes; write, for example"),
         ({"SLURM_STEP_NODELIST": "n[0-999][0-999]"}, {}, "a list has at most 65,536 nodes"),

@@ -163,7 +163,7 @@ def rebuild_error(failure: worker_pb2.Failure, where: str = "On the coordinator"
     try:
         cls = imported_class("", failure.module, failure.qualname)
         if not issubclass(cls, Exception) or issubclass(cls, BaseExceptionGroup):
-            raise TypeError(f"{cls.__qualname__} is no single Exception")
+            raise TypeError(f"{cls.__qualname__} is not a single Exception")
         error: Exception = _made(cls, cls, args)
         _restore(error, args, attributes)
     except Exception:  # its metaclass may raise anything

@@ -58,7 +58,7 @@ class BestCheckpoint:
         """Copy a checkpoint if it is the best one until now; return whether it was copied.
 
         Raises:
-            MisuseError: there is no number of the name.
+            MisuseError: no number has the name.
             CheckpointError: the copy can't be written.
         """
         if (value := values.get(self._monitor.name)) is None:

@@ -118,7 +118,7 @@ class DataQueue(GangQueue):
 
         Raises:
             TypeError: `initial_value` is a function: for values that workers make themselves see `per_worker`.
-            MisuseError: it is no array of numbers.
+            MisuseError: it is not an array of numbers.
             InvalidUpdateError: it does not fit the dtype without loss.
         """
         if callable(initial_value):

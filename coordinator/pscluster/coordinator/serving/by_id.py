@@ -30,12 +30,12 @@ class MappedById:
 
     @staticmethod
     def of(path: str, name: str, version: TableVersion, initial: InitialRows, shards: list[Array]) -> MappedById:
-        """Sort the ids of these shards. CheckpointError if they are no rows of such a table."""
+        """Sort the ids of these shards. CheckpointError if they are not rows of such a table."""
         mapped: list[npt.NDArray[np.float32]] = []
         ids: list[RowIds] = []
         for shard in shards:
             if shard.ndim != 2 or shard.dtype != np.float32 or not has_ids(shard.shape[1], initial.dim):
-                raise CheckpointError(f"{shard.dtype}{list(shard.shape)} are no rows of {name!r} in {path}")
+                raise CheckpointError(f"{shard.dtype}{list(shard.shape)} are not rows of {name!r} in {path}")
             mapped.append(shard)
             ids.append(tails_of(mapped[-1], initial.dim)[0])
         all_ids = np.concatenate(ids)

@@ -56,8 +56,8 @@ def export_delta(
     Raises:
         CheckpointError: one of the checkpoints is missing or damaged, or the file can't be written.
         UnknownVariableError: one of them has no such table.
-        MisuseError: `since` is no number of a checkpoint; the table has another shape or type in one of them than in
-            the other; there is no such format, no pyarrow, or no type in Parquet for the rows, as for bfloat16 and
+        MisuseError: `since` is not the number of a checkpoint; the table has another shape or type in one of them than
+            in the other; there is no such format, no pyarrow, or no type in Parquet for the rows, as for bfloat16 and
             complex numbers.
     """
     if format not in (None, *_FORMATS):

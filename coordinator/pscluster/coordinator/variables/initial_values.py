@@ -71,7 +71,7 @@ def array_for(initial: npt.ArrayLike, dtype: npt.DTypeLike | None, name: str) ->
 
     Raises:
         MisuseError: variables can't have elements of the type.
-        InvalidUpdateError: it is no array, or does not fit the type without loss.
+        InvalidUpdateError: it is not an array, or does not fit the type without loss.
     """
     value = as_array(initial, name, "initial value")
     wanted = _dtype_of(value, initial) if dtype is None else _dtype_named(dtype, name)

@@ -57,7 +57,7 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
         match = _RANGE.fullmatch(item)
         low, high = (match[1], match[2] or match[1]) if match else ("", "")
         if not match or int(high) < int(low):
-            raise wrong_variable(variable, text, f"[{item}] is no number and no rising range", _NODES)
+            raise wrong_variable(variable, text, f"[{item}] is neither a number nor a rising range", _NODES)
         if int(high) - int(low) >= MAX_NODES - len(numbers):
             raise wrong_variable(variable, text, f"a list has at most {MAX_NODES:,} nodes", _NODES)
         numbers.extend(str(number).zfill(len(low)) for number in range(int(low), int(high) + 1))

@@ -48,7 +48,7 @@ def checked_job(value: object, key: str) -> str:
 
 
 def checked_index(value: object, key: str) -> int:
-    """Return a task's index as an int. Raise ConfigurationError if it is none."""
+    """Return a task's index as an int. Raise ConfigurationError if it is not one."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INDEX:

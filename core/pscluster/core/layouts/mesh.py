@@ -240,7 +240,9 @@ def _inferred(dims: Sequence[tuple[str, int]], devices: int) -> tuple[tuple[str,
     known = math.prod(size for _, size in dims if size != -1)
     inferred, left = divmod(devices, known)
     if any(size == -1 for _, size in dims) and (left or not inferred):
-        raise MeshError(f"{devices} devices can't be arranged as {_described(dims)}: they are no multiple of {known}")
+        raise MeshError(
+            f"{devices} devices can't be arranged as {_described(dims)}: they are not a multiple of {known}"
+        )
     return tuple((name, inferred if size == -1 else size) for name, size in dims)
 
 

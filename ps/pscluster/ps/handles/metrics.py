@@ -115,7 +115,7 @@ class Metric(Handle):
             if not isinstance(states, list) or len(states) not in (0, len(handle.initial())):
                 raise ValueError("it has other states")
             if not all(isinstance(state, str) for state in states):
-                raise ValueError("a state has a key that is no text")
+                raise ValueError("a state has a key that is not text")
         except PsClusterError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as error:
@@ -276,7 +276,7 @@ class _OfPairs(Metric):
             sample_weight: the examples' weights, of a shape that NumPy broadcasts to the labels'. Default: 1 each.
 
         Raises:
-            MisuseError: something is no number, or the shapes do not fit. Nothing was added.
+            MisuseError: something is not a number, or the shapes do not fit. Nothing was added.
         """
         self._update(ps_pb2.ADD, self._amounts(y_true, y_pred, sample_weight))
 
