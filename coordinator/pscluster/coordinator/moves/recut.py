@@ -6,7 +6,7 @@ then it can be undone; from then on it is completed, by this coordinator or the 
     MAKE     all servers make the new shards, under another number and a reserved name: they can't be asked for
     CAPTURE  the old shards apply no more updates, and say what they have: counts, and keys of functions
     COPY     values, slots and averages go from the old shards to the new ones, by blocks of `MOVE_BYTES` through the
-             coordinator, which holds no more than one; then counts, and what is remembered
+             coordinator, which reads one while it writes another; then counts, and what is remembered
     SEAL     all servers save the new shards, if they have forgotten nothing since MAKE
     DECIDE   server 0 puts the new variable in the old one's place, and saves that                    (the decision)
     ADOPT    the other servers do

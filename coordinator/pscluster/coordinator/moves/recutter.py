@@ -6,12 +6,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from pscluster.coordinator.job.context import HasJob
 from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard
+from pscluster.coordinator.moves.copying import copied
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, pieces, remembered
@@ -221,7 +225,7 @@ class Recutter:
             course.copied = copy_rows(*about, course.state.updates)
             copy_seen(*about)
         else:
-            self._copy_values(course)
+            course.copied = self._copy_values(course)
         whole = sum(course.sizes) or 1
         for shard, server in enumerate(course.final.owners):
             state = ps_pb2.ShardState()
@@ -229,20 +233,26 @@ class Recutter:
             state.traffic *= course.sizes[shard] / whole
             course.steps.settle(server, shard, state, course.named)
 
-    def _copy_values(self, course: _Course) -> None:
-        """Copy the rows of a variable, which have numbers."""
-        old = Variable.of(course.old, self._context.client)
+    def _copy_values(self, course: _Course) -> int:
+        """Copy the rows of a variable, which have numbers; return how many bytes."""
+        old, steps = Variable.of(course.old, self._context.client), course.steps
         sources = {name: _beside(old, name) for name in course.state.arrays}
         row_elements = math.prod(old.shape[1:])
-        for shard, server in enumerate(course.final.owners):
-            ids = course.partition.row_ids(shard)
-            for name, source in sources.items():
-                most = max(MOVE_BYTES // max(row_elements * source.dtype.itemsize, 1), 1)
-                for first, last in pieces(0, len(ids), most):
-                    values = source.sparse_read(ids[first:last])
-                    data = view(values)
-                    course.steps.fill(server, shard, name, first * row_elements, data, source.dtype.itemsize)
-                    course.copied += len(data)
+
+        def read() -> Iterator[tuple[int, str, int, npt.NDArray[Any]]]:
+            for shard in range(len(course.final.owners)):
+                ids = course.partition.row_ids(shard)
+                for name, source in sources.items():
+                    most = max(MOVE_BYTES // max(row_elements * source.dtype.itemsize, 1), 1)
+                    for first, last in pieces(0, len(ids), most):
+                        yield shard, name, first * row_elements, source.sparse_read(ids[first:last])
+
+        def fill(block: tuple[int, str, int, npt.NDArray[Any]]) -> int:
+            shard, name, start, values = block
+            steps.fill(course.final.owners[shard], shard, name, start, view(values), values.itemsize)
+            return values.nbytes
+
+        return copied(read(), fill)
 
 
 def _partitioner_of(cut: ProposedCut, spec: ps_pb2.VariableSpec) -> Partitioner:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from pscluster.coordinator.moves.copying import copied
 from pscluster.coordinator.moves.recut import pieces
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.partition import Partition
@@ -26,6 +28,13 @@ from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shar
 from pscluster.v1 import ps_pb2
 
 _ITEM_BYTES = 4  # all arrays of tables are of float32
+
+
+class _Block(NamedTuple):
+    """Rows of an old shard."""
+
+    split: Sequence[tuple[int, Ids]]  # the new shards that get some of them, and which
+    arrays: list[tuple[str, Rows]]  # what is kept of them, values first
 
 
 def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
@@ -67,9 +76,31 @@ def copy_rows(
 
     `captured`: the states of the old shards. `updates`: how many the new ones will have had.
     """
-    width, dim, copied = old.shape[1], old.table.dim, 0
     filled = [0] * len(final.owners)  # rows that a new shard has by now
-    arrays = list(dict.fromkeys(("value", *(name for state in captured for name in state.arrays))))
+
+    def fill(block: _Block) -> int:
+        for name, data in block.arrays:
+            for target, places in block.split:
+                rows = data[places]
+                start = filled[target] * rows.shape[1]
+                steps.fill(final.owners[target], target, name, start, view(rows), _ITEM_BYTES)
+        for target, places in block.split:
+            filled[target] += len(places)
+        return sum(data.nbytes for _, data in block.arrays)
+
+    return copied(_taken(steps, old, captured, updates, len(final.owners)), fill)
+
+
+def _taken(
+    steps: RecutSteps,
+    old: ps_pb2.VariableSpec,
+    captured: Sequence[ps_pb2.ShardState],
+    updates: int,
+    num_shards: int,
+) -> Iterator[_Block]:
+    """Yield all rows of the old shards, block by block."""
+    width, dim = old.shape[1], old.table.dim
+    names = list(dict.fromkeys(("value", *(name for state in captured for name in state.arrays))))
     for shard, (server, state) in enumerate(zip(old.owners, captured, strict=True)):
         for first, last in pieces(0, state.rows, max(MOVE_BYTES // (width * _ITEM_BYTES), 1)):
             size = {"first": first, "rows": last - first, "updates": updates}
@@ -80,24 +111,16 @@ def copy_rows(
                 return np.frombuffer(data, np.float32).reshape(-1, width)
 
             values = take("value")
-            split = _split(values, dim, len(filled))
-            for name in arrays:
+            block = _Block(_split(values, dim, num_shards), [])
+            for name in names:
                 if name == "value":
-                    data = values
+                    block.arrays.append((name, values))
                 elif name in state.arrays:
-                    data = take(name)
+                    block.arrays.append((name, take(name)))
                 elif name.startswith("average/"):
-                    data = values[:, :dim]  # as which it begins
-                else:
-                    continue  # the slot is as before the first gradient
-                for target, places in split:
-                    rows = data[places]
-                    start = filled[target] * rows.shape[1]
-                    steps.fill(final.owners[target], target, name, start, view(rows), _ITEM_BYTES)
-                    copied += rows.nbytes
-            for target, places in split:
-                filled[target] += len(places)
-    return copied
+                    block.arrays.append((name, values[:, :dim]))  # as which it begins
+                # Otherwise the slot is as before the first gradient.
+            yield block
 
 
 def copy_seen(
