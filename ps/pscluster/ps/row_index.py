@@ -21,6 +21,9 @@ _MIN_SLOTS = 1 << 10
 _FULL = 0.6
 """The share of its slots that an index uses at most: with more, searches become long."""
 
+_FEW = 16
+"""Of so many ids that are still searched for, one after the other is quicker than all at once."""
+
 _KEY = secrets.randbits(64)
 """Of the hashes that an index has of strings. Users' names may have been chosen by others, who do not know it."""
 
@@ -67,7 +70,7 @@ class RowIndex:
         # A free slot ends the search: its place is -1, which indexes the last one known, whatever that is.
         open_ = np.flatnonzero((known[places] != ids) & (places >= 0))
         at, wanted, step = at[open_], ids[open_], 1
-        while len(open_):
+        while len(open_) > _FEW:
             at += step
             at &= mask
             found = slots.take(at).astype(np.int64)
@@ -75,7 +78,19 @@ class RowIndex:
             places[open_] = found
             on = np.flatnonzero((known[found] != wanted) & (found >= 0))
             open_, at, wanted, step = open_[on], at[on], wanted[on], step + 1
+        for nth, slot, row_id in zip(open_.tolist(), at.tolist(), wanted.tolist(), strict=True):
+            places[nth] = self._place_of(row_id, slot, step, known)
         return places
+
+    def _place_of(self, row_id: int | bytes, slot: int, step: int, known: RowIds) -> int:
+        """Go on to search for one id, at this distance from a slot."""
+        slots, mask = self._slots, len(self._slots) - 1
+        while True:
+            slot = (slot + step) & mask
+            place = slots.item(slot) - 1
+            if place < 0 or known.item(place) == row_id:
+                return place
+            step += 1
 
     def _search(self, ids: RowIds, known: RowIds) -> tuple[Ids, Ids]:
         """Return the slots that the search for ids ends at, and the places, as `find` does, past slots of no row."""

@@ -528,6 +528,23 @@ def test_apply_rows_is_add_at_then_the_rule(
     np.testing.assert_array_equal(slots["accumulator"], expected_slots["accumulator"])
 
 
+def test_distinct_rows_in_any_order_give_the_same_bits() -> None:
+    """Rows that are known to be distinct are taken as they come, in one block or several."""
+    rng = np.random.default_rng(2)
+    ids, grads = rng.permutation(50)[:20], rng.normal(size=(20, 3)).astype(np.float32)
+    sides: list[tuple[Array, State]] = []
+    for distinct in (False, True):
+        param = start((50, 3)).astype(np.float32)
+        slots = new_slots(Adam(0.1), param.shape, param.dtype)
+        with blocks_of(12):
+            apply_rows(Adam(0.1), param, ids, grads, slots, 1, distinct=distinct)
+        sides.append((param, slots))
+    (param, slots), (other, others) = sides
+    np.testing.assert_array_equal(param, other)
+    for name, slot in slots.items():
+        np.testing.assert_array_equal(slot, others[name])
+
+
 def test_large_gradients_in_real_blocks() -> None:
     """Blocks of the real size work: a dense parameter with several, and rows by a power law with many layers."""
     draw = np.random.default_rng(11)

@@ -93,7 +93,16 @@ def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str,
         kernel.whole(param.reshape(-1), grad.reshape(-1), {name: slots[name].reshape(-1) for name in rule.slots})
 
 
-def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Mapping[str, Array], step: int) -> None:
+def apply_rows(
+    rule: UpdateRule,
+    param: Array,
+    ids: Ids,
+    grads: Array,
+    slots: Mapping[str, Array],
+    step: int,
+    *,
+    distinct: bool = False,
+) -> None:
     """Apply a sparse gradient to these rows of the parameter and its slots, in place.
 
     Rows of equal ids are first summed, in the type of the computation and in the order given: the sums depend on
@@ -104,6 +113,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
         param, slots, step: as for `apply_dense`, with arrays of shape (rows, width). Rows of `param` may lie apart.
         ids: shape (n,), int64, each in 0..rows - 1, which the caller has checked.
         grads: shape (n, width), of any real floating dtype; may be read-only and unaligned.
+        distinct: whether the caller knows that no id is there twice; then they are taken in the order given.
 
     Raises:
         InvalidUpdateError: shapes, dtypes or slots do not fit. Nothing was changed.
@@ -118,7 +128,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
         raise InvalidUpdateError(f"ids of dtype {ids.dtype}, but they must be int64")
     if not grads.size:
         return
-    groups = Groups.of(ids)
+    groups = Groups(ids) if distinct else Groups.of(ids)
     workspace.begin()
     with np.errstate(all="ignore"):
         if param.shape[1] > _ROW_BLOCK:

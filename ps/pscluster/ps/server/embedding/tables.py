@@ -65,10 +65,18 @@ def read_rows(shard: Shard, ids: RowIds, initial: InitialRows) -> tuple[Rows, in
 
 
 def apply_rows(
-    rule: UpdateRule, shard: Shard, places: Ids, gradients: Rows, slots: Mapping[str, Array], step: int
+    rule: UpdateRule,
+    shard: Shard,
+    places: Ids,
+    gradients: Rows,
+    slots: Mapping[str, Array],
+    step: int,
+    *,
+    distinct: bool,
 ) -> None:
     """Apply a sparse gradient, of rows of values, to the rows at these places, as `kernels.apply_rows` does."""
-    kernels.apply_rows(rule, shard.array[:, : gradients.shape[1]], places, gradients, slots, step)
+    param = shard.array[:, : gradients.shape[1]]
+    kernels.apply_rows(rule, param, places, gradients, slots, step, distinct=distinct)
 
 
 def restore_rows(

@@ -14,6 +14,7 @@ from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.joint import Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
 from pscluster.ps.server.embedding import tables
+from pscluster.ps.server.embedding.table_changes import Placed
 from pscluster.ps.server.requests import encoded
 from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Ids, Payload
@@ -24,8 +25,8 @@ from pscluster.ps.spec import OWN_RULE
 from pscluster.v1 import ps_pb2
 
 
-def apply_values(change: Change, ids: Ids | None, payload: Payload, kept: Ids | None = None) -> None:
-    """Apply one item, to the rows at `ids` if it names rows: of a table, those of them that are `kept`."""
+def apply_values(change: Change, ids: Ids | None, payload: Payload, placed: Placed | None = None) -> None:
+    """Apply one item, to the rows at `ids` if it names rows: of a table, those that it has placed."""
     shard = change.shard
     slots: dict[str, Array] = {}
     step = 0
@@ -45,9 +46,9 @@ def apply_values(change: Change, ids: Ids | None, payload: Payload, kept: Ids | 
                 apply_values(replace(change, item=item, values_at=change.values_at + nth * size), ids, payload)
             return
     if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
-        _apply_own(change, ids, slots, step, payload, kept)
+        _apply_own(change, ids, slots, step, payload, placed)
     elif ids is not None:
-        _apply_rows(change, ids, slots, step, payload, kept)
+        _apply_rows(change, ids, slots, step, payload, placed)
     elif change.index is not None or change.item.scalar:
         _apply_slices(change, payload)
     elif isinstance(shard, Metadata):
@@ -80,7 +81,7 @@ def have_slots(change: Change) -> None:
 
 
 def _apply_own(
-    change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+    change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload, placed: Placed | None
 ) -> None:
     """Apply a gradient by a user's rule, which may raise at any block; then restore the shard."""
     rows = slice(None) if ids is None else ids
@@ -90,7 +91,7 @@ def _apply_own(
         if ids is None:
             _apply_dense(change, slots, step, payload)
         else:
-            _apply_rows(change, ids, slots, step, payload, kept)
+            _apply_rows(change, ids, slots, step, payload, placed)
     except BaseException:
         for array, old in zip(arrays, before, strict=True):
             array[rows if array.ndim else ...] = old
@@ -98,24 +99,24 @@ def _apply_own(
 
 
 def _apply_rows(
-    change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+    change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload, placed: Placed | None
 ) -> None:
-    """Apply the rows of an item, or those of them that are `kept`, to the rows at `ids`."""
+    """Apply the rows of an item, of a table those that it keeps, to the rows at `ids`."""
     shard, dtype = change.shard, change.shard.array.dtype
     whole = table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
-    if is_table := change.held.spec.HasField("table"):
+    if placed is not None:
         table = table[:, : change.held.spec.table.dim]
     if change.encoded:
         rows: Array = encoded.rows_of(change.item, change.values_at, table.shape[1], payload)
     else:
         values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
         rows = values.reshape(change.item.rows.ids, table.shape[1])
-    if kept is not None:
-        rows = rows[kept]
+    if placed is not None and placed.kept is not None:
+        rows = rows[placed.kept]
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
-        if is_table:
-            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slots, step)
+        if placed is not None:
+            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slots, step, distinct=placed.distinct)
         else:
             slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
             apply_rows(change.optimizer.rule, whole, ids, rows, slot_tables, step)

@@ -222,7 +222,7 @@ def _apply(
         have_slots(change)
         placed = table_changes.carry_out(change.held, change.shard, ids, row_changes, fills)
         try:
-            apply_values(change, placed.places, payload, placed.kept)
+            apply_values(change, placed.places, payload, placed)
         except BaseException:
             placed.undo()
             raise
