@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import itertools
 import json
@@ -326,6 +327,31 @@ def test_urls(folder: Path) -> None:
             make()
 
 
+class Silent(http.server.SimpleHTTPRequestHandler):
+    """Sends files, whole ones only, and logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_urls_of_a_server(folder: Path) -> None:
+    """One that sends whole files only, and one that is not there, are not taken for files that are wrong or missing."""
+    write(folder / "a.csv", table())
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        url = f"http://127.0.0.1:{server.server_port}/a.csv"
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            assert column(read(sources.csv(url), batch=100)) == list(range(ROWS))
+            with pytest.raises(DatasetError, match=f"'{url}' can't be read in blocks: The HTTP server .* range"):
+                read(sources.csv(url, block_bytes=5000))
+        finally:
+            server.shutdown()
+            serving.join()
+    with pytest.raises(FileNotFoundError, match=f"there is no file '{url}', or it can't be reached: Cannot connect"):
+        sources.csv(url)
+
+
 # Bad input
 
 
@@ -356,6 +382,8 @@ def broken(folder: Path) -> Path:
     (folder / "quoted.csv").write_text('a,b\n1,"2\n3"\n')
     (folder / "ab.csv").write_text("a,b\n1,2\n")
     (folder / "ba.csv").write_text("b,a\n1,2\n")
+    (folder / "twice.csv").write_text("a,b,a\n1,2,3\n")
+    (folder / "latin.csv").write_bytes("a,b\n1,Ol\xe9\n".encode("latin1"))
     (folder / "sub").mkdir()
     os.mkfifo(folder / "pipe")
     return folder
@@ -429,6 +457,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: sources.csv("quoted.csv"),
         "line 2 of '.*quoted.csv' has a quoted value that does not end on it: .*newlines",
     ),
+    (lambda: sources.csv("twice.csv"), "'.*twice.csv' has several columns 'a': rename all but one, or give others in"),
+    (
+        lambda: sources.csv("latin.csv"),
+        "the column 'b' of '.*latin.csv' has text that is not UTF-8: .*types={'b': 'binary'} to read it as bytes",
+    ),
     (lambda: sources.csv("ab.csv", columns=["c"]), "'.*ab.csv' has no column 'c': its columns are 'a', 'b'"),
     (lambda: sources.csv("ab.csv", types={"a": "floaty"}), "types has 'floaty' for 'a', which is no type"),
     (lambda: sources.csv("ab.csv", types={"c": "int8"}), "the selection of types= has no column 'c'"),
@@ -449,6 +482,21 @@ def test_what_is_refused_at_once(broken: Path) -> None:
     for make, said in REFUSED:
         with pytest.raises((ValueError, TypeError, FileNotFoundError, MisuseError), match=said):
             make()
+
+
+def test_a_folder_that_may_not_be_read(folder: Path) -> None:
+    """Is not taken for one without files."""
+    (folder / "mine").mkdir(mode=0)
+    pattern = f"{folder}/mine/**/*.csv"
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        with pytest.raises(PermissionError, match=r"no file matches '.*': .* may not read the folder '.*mine'"):
+            sources.csv(pattern)
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 LINES = 300_000  # more than what is looked at when the source is made

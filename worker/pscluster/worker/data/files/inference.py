@@ -114,7 +114,14 @@ def _schema(
     check_names([name for name in fills if name], chosen, "the selection of fill_nulls=")
     fields = []
     for name in chosen:
+        if inferred.names.count(name) > 1:
+            raise ValueError(f"{where} has several columns {name!r}: rename all but one, or give others in columns=")
         of = _type(name, types[name]) if name in types else inferred.field(name).type
+        if arrow.types.is_binary(of) and name not in types:
+            raise ValueError(
+                f"the column {name!r} of {where} has text that is not UTF-8: convert the file, or give "
+                f"types={{{name!r}: 'binary'}} to read it as bytes"
+            )
         if arrow.types.is_null(of):
             raise ValueError(
                 f"the column {name!r} has no value in the first lines of {where}, which would tell its type: give it, "

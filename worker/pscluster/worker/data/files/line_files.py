@@ -96,8 +96,11 @@ class LineBlocks(Blocks):
         with self._opener.open(file) as opened:
 
             def read(begin: int, end: int) -> bytes:
-                opened.seek(begin)
-                return opened.read(end - begin)
+                try:
+                    opened.seek(begin)
+                    return opened.read(end - begin)
+                except ValueError as error:  # of fsspec: the server sends whole files only
+                    raise OSError(f"{file.path!r} can't be read in blocks: {error}") from None
 
             odd = None
             if self.format.quoted_breaks:

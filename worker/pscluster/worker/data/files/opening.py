@@ -59,6 +59,7 @@ def find_files(paths: Paths) -> list[DataFile]:
 
     Raises:
         FileNotFoundError: nothing matches one of them.
+        PermissionError: one, or the folder of a pattern, may not be read.
         ValueError: one is a folder or a pipe, or a file is among them twice.
         TypeError: these are not paths.
     """
@@ -90,6 +91,17 @@ def _local(text: str) -> list[DataFile]:
         return [DataFile(path, _size(path))]
     if matches := [match for match in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(match)]:
         return [DataFile(match, _size(match)) for match in matches]
+    folder = path
+    while glob.has_magic(folder):
+        folder = os.path.dirname(folder)
+    try:
+        os.scandir(folder).close()
+    except PermissionError:  # which glob takes for an empty folder
+        raise PermissionError(
+            f"no file matches {path!r}: the user of this process may not read the folder {folder!r}"
+        ) from None
+    except OSError:
+        pass  # it is not there
     raise FileNotFoundError(f"no file matches {path!r}")
 
 
@@ -110,8 +122,10 @@ def _remote(url: str) -> list[DataFile]:
     if not glob.has_magic(path):
         try:
             return [DataFile(url, _remote_size(fs, path, url))]
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no file {url!r}") from None
+        except FileNotFoundError as error:  # what fsspec also makes of a server that does not answer
+            cause = error.__cause__
+            why = "" if cause is None or isinstance(cause, FileNotFoundError) else f", or it can't be reached: {cause}"
+            raise FileNotFoundError(f"there is no file {url!r}{why}") from None
     found = cast("dict[str, dict[str, Any]]", fs.glob(path, detail=True))
     prefix, _, rest = url.partition("::")
     files = [
