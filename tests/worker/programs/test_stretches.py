@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.worker.programs.support import Tasks, grid, typed
 
 from pscluster.core.layouts.layout import Layout
-from pscluster.worker.programs import stretches
+from pscluster.worker.programs import nodes, stretches
 from pscluster.worker.programs.computing import Computation
 from pscluster.worker.programs.crew import Crew
 from pscluster.worker.programs.program import ArrayType
@@ -152,7 +152,8 @@ def test_a_program_does_what_its_functions_do_one_by_one(
     tasks, random = Tasks(MESH), np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(stretches, "WORTH_WORK", worth)
-        patch.setattr(stretches, "crew", lambda: CREW)
+        for module in (stretches, nodes):
+            patch.setattr(module, "crew", lambda: CREW)
         parse.cache_clear()
         for _ in range(3):  # once, checked, and unchecked
             arrays = [random.random(shape).astype(dtype) for _ in range(2)]

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from pscluster.worker.programs.computing import ARITHMETIC, Computation, Slots
 from pscluster.worker.programs.crew import crew
 from pscluster.worker.programs.moves import Settled, Together
+from pscluster.worker.programs.nodes import Assembly, HandOver, Node, Sum, Wait
 from pscluster.worker.programs.once import pattern_of
 from pscluster.worker.programs.program import Compute, Move, Program
 from pscluster.worker.programs.scheduling import Job, Kind, arranged
@@ -67,82 +66,10 @@ def may_share(program: Program, start: int, stop: int, devices: Sequence[int]) -
     return len(devices) > 1 and any(work_of(program, item, devices[0]) >= WORTH_WORK for item in items)
 
 
-class _Node(Protocol):
-    """What is called with the slots, and changes them."""
-
-    def run(self, slots: Slots) -> None:
-        """Do it."""
-
-
-class _Sum:
-    """A block that several devices have terms of."""
-
-    __slots__ = ("_dtype", "_inputs", "_move", "_output", "_shape", "is_fresh", "spare")
-
-    def __init__(self, move: Settled, shard: int, inputs: Sequence[int], output: int) -> None:
-        self._move, self._inputs, self._output = move, inputs, output
-        self._shape, self._dtype = move.shapes[shard], move.dtype
-        self.is_fresh = True
-        self.spare: int | None = None
-
-    def run(self, slots: Slots) -> None:
-        """Add it up, in the order of the devices."""
-        combine, (first, second, *more) = self._move.combine, self._inputs
-        out = np.empty(self._shape, self._dtype) if self.spare is None else slots[self.spare]
-        combine(slots[first], slots[second], out=out)
-        for slot in more:
-            combine(out, slots[slot], out=out)
-        slots[self._output] = out
-
-
-class _Assembly:
-    """A block that is made of parts of others', or is one of them."""
-
-    __slots__ = ("_devices", "_inputs", "_move", "_output", "_shard", "is_fresh", "spare")
-
-    def __init__(self, move: Settled, shard: int, devices: Sequence[int], inputs: Sequence[int], output: int) -> None:
-        self._move, self._shard, self._devices, self._inputs, self._output = move, shard, devices, inputs, output
-        self.is_fresh = False
-        self.spare: int | None = None
-
-    def run(self, slots: Slots) -> None:
-        """Assemble it."""
-        of = {device: slots[slot] for device, slot in zip(self._devices, self._inputs, strict=True)}
-        slots[self._output] = self._move.assembled(self._shard, of)
-
-
-class _HandOver:
-    """Hands a computation over to another thread."""
-
-    __slots__ = ("_node", "_slot")
-
-    def __init__(self, node: _Node, slot: int) -> None:
-        self._node, self._slot = node, slot
-
-    def run(self, slots: Slots) -> None:
-        """Put what is to be waited for into a slot."""
-        node = self._node
-        slots[self._slot] = crew().hand_over(lambda: node.run(slots))
-
-
-class _Wait:
-    """Waits for what was handed over."""
-
-    __slots__ = ("_slot",)
-
-    def __init__(self, slot: int) -> None:
-        self._slot = slot
-
-    def run(self, slots: Slots) -> None:
-        """Wait for it, or do it here if no thread has begun. Raises its error."""
-        piece, slots[self._slot] = slots[self._slot], None
-        piece.finish()
-
-
 class _Planned(NamedTuple):
     """A function of blocks in slots, once for all devices that have the same operands."""
 
-    node: Computation | _Sum | _Assembly
+    node: Computation | Sum | Assembly
     function: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -265,15 +192,15 @@ class _Planning:
             inputs = tuple(self.at[move.input][place_of[device]] for device in terms)
             work = float(math.prod(settled.shapes[shard]) * (len(terms) + 1))
             if settled.is_sum(shard):
-                node: _Sum | _Assembly = _Sum(settled, shard, inputs, output)
+                node: Sum | Assembly = Sum(settled, shard, inputs, output)
                 self._plan(node, settled.combine.__name__, inputs, (output,), work, is_long=False)
             else:
-                node = _Assembly(settled, shard, terms, inputs, output)
+                node = Assembly(settled, shard, terms, inputs, output)
                 self._plan(node, "", inputs, (output,), work, is_long=False)
 
     def _plan(
         self,
-        node: Computation | _Sum | _Assembly,
+        node: Computation | Sum | Assembly,
         function: str,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
@@ -297,7 +224,7 @@ class _Planning:
         }
 
 
-def _steps(planning: _Planning, kept: set[int]) -> list[tuple[_Node, tuple[int, ...]]]:
+def _steps(planning: _Planning, kept: set[int]) -> list[tuple[Node, tuple[int, ...]]]:
     """Return what is done, in order, and after each the slots that are not needed any more."""
     planned = planning.planned
     actions = arranged([item.job for item in planned], crew().helpers)
@@ -311,16 +238,16 @@ def _steps(planning: _Planning, kept: set[int]) -> list[tuple[_Node, tuple[int, 
         if slot not in kept:
             over[nth] = (*over.get(nth, ()), slot)
     spares = _Spares(planning)
-    steps: list[tuple[_Node, tuple[int, ...]]] = []
+    steps: list[tuple[Node, tuple[int, ...]]] = []
     for nth, (kind, job) in enumerate(actions):
         item = planned[job]
         if kind is Kind.DO:
             item.node.spare = spares.find(item, over.get(nth, ()))
             steps.append((item.node, over.get(nth, ())))
         elif kind is Kind.HAND:
-            steps.append((_HandOver(item.node, planning.count + job), ()))
+            steps.append((HandOver(item.node, planning.count + job), ()))
         else:
-            steps.append((_Wait(planning.count + job), over.get(nth, ())))
+            steps.append((Wait(planning.count + job), over.get(nth, ())))
     return steps
 
 
@@ -337,8 +264,8 @@ class _Spares:
         if item.function not in ARITHMETIC or not item.node.is_fresh:
             return None
         (output,) = item.outputs
-        operands = item.inputs[:1] if isinstance(item.node, _Sum) else item.inputs
+        operands = item.inputs[:1] if isinstance(item.node, Sum) else item.inputs
         for slot in operands:
             if slot in over and slot in self._own and self._type_of[slot] == self._type_of[output]:
-                return None if isinstance(item.node, _Sum) and item.inputs.count(slot) > 1 else slot
+                return None if isinstance(item.node, Sum) and item.inputs.count(slot) > 1 else slot
         return None
