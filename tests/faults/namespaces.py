@@ -106,6 +106,10 @@ class Network:
         """The prefix for a command that is to run there."""
         return [] if host == COORDINATOR else ["ip", "netns", "exec", self._name(host)]
 
+    def _device(self, host: str) -> str:
+        """The network device of that host, in its namespace."""
+        return self._outer if host == COORDINATOR else "eth0"
+
     def cut(self, one: str, other: str) -> None:
         """From now on nothing gets through between the two, in either direction."""
         self.cut_one_way(one, other)
@@ -126,14 +130,14 @@ class Network:
         self._slow.add(host)
         limit = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "200ms")
         _run(*self._in(self._router), "tc", "qdisc", "replace", "dev", f"to{subnet}", *limit)
-        _run(*self.command(host), "tc", "qdisc", "replace", "dev", "eth0", *limit)
+        _run(*self.command(host), "tc", "qdisc", "replace", "dev", self._device(host), *limit)
 
     def heal(self) -> None:
         """Restore everything as it was at the beginning."""
         _run(*self._in(self._router), "iptables", "-w", "-F", "FORWARD")
         for host in list(self._slow):
             _run(*self._in(self._router), "tc", "qdisc", "delete", "dev", f"to{self._subnet[host]}", "root")
-            _run(*self.command(host), "tc", "qdisc", "delete", "dev", "eth0", "root")
+            _run(*self.command(host), "tc", "qdisc", "delete", "dev", self._device(host), "root")
             self._slow.discard(host)
 
     def dropped(self) -> int:
@@ -182,17 +186,17 @@ class Network:
                 # Into this process's namespace, which has no name, by a process in it.
                 _run(*link, self._outer)
                 _run("ip", "-n", self._router, "link", "set", self._outer, "netns", str(os.getpid()))
-                inner, device = ["ip"], self._outer
+                inner = ["ip"]
             else:
                 name = self._name(host)
                 _run("ip", "netns", "add", name)
                 _run(*link, "eth0", "netns", name)
-                inner, device = ["ip", "-n", name], "eth0"
+                inner = ["ip", "-n", name]
                 _run(*inner, "link", "set", "lo", "up")
             _run("ip", "-n", self._router, "address", "add", f"{router}/24", "dev", f"to{subnet}")
             _run("ip", "-n", self._router, "link", "set", f"to{subnet}", "up")
-            _run(*inner, "address", "add", f"{self.address(host)}/24", "dev", device)
-            _run(*inner, "link", "set", device, "up")
+            _run(*inner, "address", "add", f"{self.address(host)}/24", "dev", self._device(host))
+            _run(*inner, "link", "set", self._device(host), "up")
             _run(*inner, "route", "add", f"10.{self._net}.0.0/16", "via", router)
 
 
