@@ -29,7 +29,12 @@ def alive() -> list[threading.Thread]:
 def ran_by(threads: KeptThreads) -> int:
     """Run something, and return the thread that has done it."""
     done, by = threading.Event(), list[int]()
-    threads.run(lambda: (by.append(threading.get_ident()), done.set()))
+
+    def note() -> None:
+        by.append(threading.get_ident())
+        done.set()
+
+    threads.run(note)
     assert done.wait(TIMEOUT)
     return by[0]
 
