@@ -263,6 +263,7 @@ class Pipeline(Sent):
                     blocks.append(block)
             except Exception as error:
                 yield self._failed(f"{source.name_of(index)}, in epoch {epoch},", 1, error)
+        block = None  # what it holds can be freed as it is arranged
         others = f" and {len(indices) - 1} that are read with it" if len(indices) > 1 else ""
         subject = f"{source.name_of(indices[0])}{others}, in epoch {epoch},"
         if streams:

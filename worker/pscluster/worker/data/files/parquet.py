@@ -196,7 +196,8 @@ class ParquetBlocks(Blocks):
             # Not mapped: reading from a mapped file that was cut short would kill the process.
             source = self._opener.path(file) if file.is_local else self._opener.open(file)
             try:
-                self._open[file_index] = pq.ParquetFile(source)
+                # What is read ahead of decoding stays in memory with the open file, and saves only round trips.
+                self._open[file_index] = pq.ParquetFile(source, pre_buffer=not file.is_local)
             except need_arrow().ArrowException as error:
                 raise _not_parquet(file, error) from None
         self._open.move_to_end(file_index)
