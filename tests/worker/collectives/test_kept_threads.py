@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -30,11 +32,11 @@ def ran_by(threads: KeptThreads) -> int:
     """Run something, and return the thread that has done it."""
     done, by = threading.Event(), list[int]()
 
-    def note() -> None:
+    def work() -> None:
         by.append(threading.get_ident())
         done.set()
 
-    threads.run(note)
+    threads.run(work)
     assert done.wait(TIMEOUT)
     return by[0]
 
@@ -48,6 +50,19 @@ def test_an_idle_thread_does_the_next_work(threads: KeptThreads) -> None:
     threads.run(lambda: 1 // 0)
     until(lambda: threads._idle, "it is idle")
     assert ran_by(threads) == first
+
+
+def test_an_idle_thread_holds_nothing_of_its_work(threads: KeptThreads) -> None:
+    class Held:
+        """What work may hold."""
+
+    for _ in range(2):
+        held = Held()
+        known = weakref.ref(held)
+        threads.run(functools.partial(repr, held))
+        until(lambda: threads._idle, "it is idle")
+        del held
+        assert known() is None
 
 
 def test_work_does_not_wait_for_other_work(threads: KeptThreads) -> None:

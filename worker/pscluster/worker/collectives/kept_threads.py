@@ -39,11 +39,13 @@ class KeptThreads:
             given = self._idle.pop() if self._idle else None
         if given is not None:
             given.put(work)
-        else:
-            threading.Thread(target=self._serve, args=(work,), name=self._name, daemon=True).start()
+            return
+        given = queue.SimpleQueue()
+        given.put(work)  # not as an argument, which the thread would hold until it ends
+        threading.Thread(target=self._serve, args=(given,), name=self._name, daemon=True).start()
 
-    def _serve(self, work: Work | None) -> None:
-        given, thread = queue.SimpleQueue[Work | None](), threading.current_thread()
+    def _serve(self, given: queue.SimpleQueue[Work | None]) -> None:
+        thread, work = threading.current_thread(), given.get()
         while work is not None:
             thread.name = self._name
             try:
