@@ -26,7 +26,7 @@ from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mes
 from pscluster.spmd.executors import Ended
 from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.session import Session
-from pscluster.worker.collectives.algorithms import Incoming, Outgoing
+from pscluster.worker.collectives.algorithms import Incoming, Meanwhile, Outgoing
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context, user_place
 from pscluster.worker.programs.exchange import AmongWorkers, gather_bytes
 from pscluster.worker.programs.interpreter import run
@@ -75,9 +75,15 @@ class _Compared(AmongWorkers):
         super().__init__(replica, ranks, user_place())
         self._before = before
 
-    def swap(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], what: str) -> None:
+    def swap(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        what: str,
+        meanwhile: Meanwhile = lambda: None,
+    ) -> None:
         """Exchange, as one collective. Raise MisuseError if a client has done something else."""
-        super().swap(outgoing, incoming, f"{what} ({self._before})")
+        super().swap(outgoing, incoming, f"{what} ({self._before})", meanwhile)
 
 
 class ClientSession(Session):

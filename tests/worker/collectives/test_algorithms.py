@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.waiting import TIMEOUT
 from tests.worker.collectives.memory_links import MemoryLinks, on_each
 
 from pscluster.core.geometry.partition import even_ends
@@ -141,6 +143,26 @@ def test_all_to_all(size: int, data: st.DataObject) -> None:
         return list(map(bytes, incoming))
 
     assert on_each(size, exchange) == [[row[rank] for row in buffers] for rank in range(size)]
+
+
+def test_something_else_is_done_before_messages_are_awaited() -> None:
+    """Here the other member sends only once it has been done."""
+    done = threading.Event()
+
+    def exchange(links: MemoryLinks) -> bytes:
+        memory = bytearray(1)
+
+        def messages() -> Iterator[list[memoryview]]:
+            assert links.rank == 0 or done.wait(TIMEOUT)
+            yield [memoryview(bytes([links.rank]))]
+
+        other = 1 - links.rank
+        algorithms.exchange(
+            links, {other: messages()}, {other: [memoryview(memory)]}, done.set if links.rank == 0 else lambda: None
+        )
+        return bytes(memory)
+
+    assert on_each(2, exchange) == [b"\1", b"\0"]
 
 
 @few

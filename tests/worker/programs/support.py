@@ -11,7 +11,7 @@ from tests.worker.collectives.memory_links import MemoryLinks, on_each
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.worker.collectives import algorithms
-from pscluster.worker.collectives.algorithms import Incoming, Outgoing
+from pscluster.worker.collectives.algorithms import Incoming, Meanwhile, Outgoing
 from pscluster.worker.programs.interpreter import run
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
 from pscluster.worker.programs.reading import parse
@@ -36,9 +36,15 @@ class InMemory:
     def __init__(self, links: MemoryLinks) -> None:
         self.task, self._links = links.rank, links
 
-    def swap(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], what: str) -> None:
+    def swap(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        what: str,
+        meanwhile: Meanwhile = lambda: None,
+    ) -> None:
         """Exchange as among workers."""
-        algorithms.exchange(self._links, outgoing, incoming)
+        algorithms.exchange(self._links, outgoing, incoming, meanwhile)
 
 
 class Tasks:

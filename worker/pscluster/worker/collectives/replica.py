@@ -22,7 +22,7 @@ from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import algorithms
-from pscluster.worker.collectives.algorithms import Array, Finish, Incoming, Links, Outgoing, Receipt
+from pscluster.worker.collectives.algorithms import Array, Finish, Incoming, Links, Meanwhile, Outgoing, Receipt
 from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
@@ -151,14 +151,18 @@ class ReplicaContext:
         incoming: Mapping[int, Incoming],
         what: str,
         place: str = "a program",
+        meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Send some other replicas bytes, and fill memory with those of some, which know how many.
 
-        For internal use: `what` says in errors what is exchanged, and `place` where.
+        For internal use: `what` says in errors what is exchanged, and `place` where. `meanwhile` is called before what
+        comes is awaited.
         """
-        if self._gang is not None:
-            with self._gang.collective(_signature(f"an exchange of {what}", "", place)):
-                algorithms.exchange(self._links, outgoing, incoming)
+        if self._gang is None:
+            meanwhile()
+            return
+        with self._gang.collective(_signature(f"an exchange of {what}", "", place)):
+            algorithms.exchange(self._links, outgoing, incoming, meanwhile)
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.

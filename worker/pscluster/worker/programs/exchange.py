@@ -8,7 +8,7 @@ from typing import Protocol
 from pscluster.core.errors import ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.layouts.mesh import LOCAL_JOB, Mesh
-from pscluster.worker.collectives.algorithms import Incoming, Outgoing
+from pscluster.worker.collectives.algorithms import Incoming, Meanwhile, Outgoing
 from pscluster.worker.collectives.replica import ReplicaContext
 
 _SLOT = 1024  # bytes that each task sends each other in a gather; what is longer follows
@@ -23,10 +23,16 @@ class Exchange(Protocol):
     def task(self) -> int:
         """The number of this one."""
 
-    def swap(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], what: str) -> None:
+    def swap(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        what: str,
+        meanwhile: Meanwhile = lambda: None,
+    ) -> None:
         """Send other tasks bytes, and fill memory with theirs: both sides know how many. `what` is shown in errors.
 
-        See `algorithms.exchange`.
+        `meanwhile` is called before theirs are awaited. See `algorithms.exchange`.
         """
 
 
@@ -35,10 +41,17 @@ class OneProcess:
 
     task = 0
 
-    def swap(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], what: str) -> None:
-        """Do nothing."""
+    def swap(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        what: str,
+        meanwhile: Meanwhile = lambda: None,
+    ) -> None:
+        """Exchange nothing."""
         assert not outgoing, what
         assert not incoming, what
+        meanwhile()
 
 
 class AmongWorkers:
@@ -49,12 +62,18 @@ class AmongWorkers:
         self.task = ranks.index(replica.replica_id)
         self._replica, self._ranks, self._place = replica, ranks, place
 
-    def swap(self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], what: str) -> None:
+    def swap(
+        self,
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
+        what: str,
+        meanwhile: Meanwhile = lambda: None,
+    ) -> None:
         """Exchange, as one collective. Raise MemberUnavailableError if a member that is awaited is gone."""
         reach("worker.exchange.before")
         to = {self._ranks[task]: buffer for task, buffer in outgoing.items()}
         of = {self._ranks[task]: memory for task, memory in incoming.items()}
-        self._replica.exchange(to, of, what, self._place)
+        self._replica.exchange(to, of, what, self._place, meanwhile)
         reach("worker.exchange.after")
 
 

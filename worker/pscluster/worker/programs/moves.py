@@ -2,7 +2,8 @@
 
 Moves that are made together are one exchange: one message each way for each pair of tasks that have something to send.
 It holds the pieces of all moves, those with the largest elements first, so that each lies where an array of its type
-may. A message that is one piece is received where the piece belongs, if that is one stretch of memory.
+may. A message that is one piece is received where the piece belongs, if that is one stretch of memory. What a block
+needs of this task alone is put into it when everything is sent, while messages of others are still on their way.
 """
 
 from __future__ import annotations
@@ -70,11 +71,17 @@ class Together:
     def run(self, sources: Sequence[Blocks], exchange: Exchange) -> list[dict[int, Array]]:
         """Return the blocks of each array that are made here, by number. All tasks call it, also to send nothing."""
         runs = [_Run(move, source.of) for move, source in zip(self.moves, sources, strict=True)]
+
+        def fill() -> None:
+            for run in runs:
+                run.fill_own()
+
         if self.is_exchange:
             exchange.swap(
                 {to: _message(runs, pieces) for to, pieces in self._outgoing.items()},
                 {of: _memory_for(runs, pieces) for of, pieces in self._awaited.items()},
                 self._what,
+                fill,
             )
         return [run.blocks() for run in runs]
 
@@ -177,6 +184,8 @@ class Settled:
         self.parts: dict[tuple[int, Block], Any] = {}  # indices of parts of blocks; None: the whole one
         self.shapes: dict[int, tuple[int, ...]] = {}  # of the blocks that are made
         self.pieces: dict[int, list[_Assembled]] = {}  # of each
+        self.own: dict[int, list[_Assembled]] = {}  # those that need this task only, of blocks of several
+        self.rest: dict[int, list[_Assembled]] = {}  # the others
         self.places: dict[tuple[int, Block], tuple[int, Any]] = {}  # of what belongs in one block as it is
         self._source, task = source, plan.mesh.task_of
         for (_, to), sent in plan.transfers.items():
@@ -187,10 +196,14 @@ class Settled:
         for shard, own in made.items():
             block = target.layout.block(target.shape, own)
             self.shapes[shard], self.pieces[shard] = block.shape, []
+            self.own[shard], self.rest[shard] = [], []
             for piece in plan.pieces[own]:
                 index = None if piece.box == block else _within(piece.box, block.start)
                 terms = tuple(self._term(of, piece.box, task[of] == task[own]) for of in piece.sources)
-                self.pieces[shard].append(_Assembled(index, terms))
+                assembled = _Assembled(index, terms)
+                self.pieces[shard].append(assembled)
+                is_own = index is not None and all(term.slot < 0 for term in terms)
+                (self.own if is_own else self.rest)[shard].append(assembled)
                 if len(terms) == 1 and terms[0].slot >= 0:
                     self.places.setdefault((terms[0].device, piece.box), (shard, index))
 
@@ -224,12 +237,13 @@ class Settled:
 class _Run:
     """One array that moves now."""
 
-    __slots__ = ("_begun", "_of", "move", "received")
+    __slots__ = ("_begun", "_has_own", "_of", "move", "received")
 
     def __init__(self, move: Settled, of: Mapping[int, Array]) -> None:
         self.move, self._of = move, of
         self.received: dict[int, Array] = {}  # by slot
-        self._begun: dict[int, Array] = {}  # blocks that pieces are received in, by their numbers in the layout
+        self._begun: dict[int, Array] = {}  # blocks that are being made, by their numbers in the layout
+        self._has_own = False  # blocks have this task's own pieces
 
     def part(self, device: int, box: Block) -> Array:
         """Return a view of a part of a device's block."""
@@ -240,10 +254,20 @@ class _Run:
         if (found := self.move.places.get((device, box))) is None:
             return None
         shard, index = found
-        if shard not in self._begun:
-            self._begun[shard] = np.empty(self.move.shapes[shard], self.move.dtype)
-        place = _part(self._begun[shard], index)
+        place = _part(self._begin(shard), index)
         return place if place.flags.c_contiguous else None
+
+    def _begin(self, shard: int) -> Array:
+        if (block := self._begun.get(shard)) is None:
+            block = self._begun[shard] = np.empty(self.move.shapes[shard], self.move.dtype)
+        return block
+
+    def fill_own(self) -> None:
+        """Put into the blocks what needs nothing of other tasks."""
+        for shard, pieces in self.move.own.items():
+            if pieces:
+                self._fill(self._begin(shard), pieces)
+        self._has_own = True
 
     def blocks(self) -> dict[int, Array]:
         """Return the blocks that are made here, by their numbers in the new layout."""
@@ -251,14 +275,17 @@ class _Run:
 
     def block(self, shard: int) -> Array:
         """Return one of them."""
-        pieces, out = self.move.pieces[shard], self._begun.get(shard)
-        if out is None and len(pieces) == 1 and pieces[0].index is None and len(pieces[0].terms) == 1:
+        pieces = self.move.pieces[shard]
+        if shard not in self._begun and len(pieces) == 1 and pieces[0].index is None and len(pieces[0].terms) == 1:
             (term,) = pieces[0].terms
             # A small part of a block must not keep all of it in memory; and blocks that are whole are shared.
             is_whole = term.slot < 0 and term.index is None
             return self._of[term.device] if is_whole else np.array(self._term(term), order="C")
-        if out is None:
-            out = np.empty(self.move.shapes[shard], self.move.dtype)
+        block = self._begin(shard)
+        self._fill(block, self.move.rest[shard] if self._has_own else pieces)
+        return block
+
+    def _fill(self, out: Array, pieces: Sequence[_Assembled]) -> None:
         combine = self.move.combine
         for index, (first, *more) in pieces:
             target, value = _part(out, index), self._term(first)
@@ -268,7 +295,6 @@ class _Run:
                 target[...] = value
             for term in more[1:]:
                 combine(target, self._term(term), out=target)
-        return out
 
     def _term(self, term: _Term) -> Array:
         return _part(self._of[term.device], term.index) if term.slot < 0 else self.received[term.slot]
