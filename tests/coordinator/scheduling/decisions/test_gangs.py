@@ -95,6 +95,99 @@ def test_a_gang_whose_worker_is_gone_holds_none() -> None:
     assert placed(scheduler, waits) == [1, 2]
 
 
+def alone(key: int, *, retries: int = 0, isolated: bool = True) -> Gang[str]:
+    """A program of global arrays on worker 0."""
+    return Gang([f"program {key}"], [key], [0], RunLimits(retries=retries), isolated=isolated)
+
+
+def sent(scheduler: Scheduler[str], gang: Gang[str]) -> list[int]:
+    """Send a gang that can be placed, have its workers' writers wait for more, and return its workers."""
+    indices = placed(scheduler, gang)
+    for index in indices:
+        assert scheduler.take(index) == []
+    return indices
+
+
+def test_a_gang_of_one_is_sent_while_another_one_runs_on_its_worker() -> None:
+    scheduler = cluster(0, 1)
+    first, second, third = gangs = [alone(key) for key in (100, 200, 300)]
+    for gang in gangs:
+        scheduler.add_gang(gang)
+    assert sent(scheduler, first) == [0]
+    assert sent(scheduler, second) == [0], "it begins once the first has returned"
+    assert scheduler.place_gang() is None, "one ahead"
+    scheduler.finish(0, first.members[0].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [first])
+    assert sent(scheduler, third) == [0]
+
+
+@pytest.mark.parametrize(
+    ("runs", "follows"),
+    [
+        (alone(100, retries=1), alone(200)),  # it would run again after the other one
+        (alone(100), alone(200, isolated=False)),
+        (alone(100, isolated=False), alone(200)),
+        (gang_of(2, [0, 1]), alone(200)),
+        (alone(100), gang_of(2, [0, 1])),
+    ],
+)
+def test_other_gangs_wait_until_their_workers_are_free(runs: Gang[str], follows: Gang[str]) -> None:
+    scheduler = cluster(0, 1)
+    scheduler.add_gang(runs)
+    sent(scheduler, runs)
+    scheduler.add_gang(follows)
+    assert scheduler.place_gang() is None
+
+
+def test_a_gang_of_one_does_not_overtake_a_function_that_waits() -> None:
+    scheduler = cluster(0)
+    scheduler.add_gang(first := alone(100))
+    sent(scheduler, first)
+    scheduler.add(task := Task("ordinary"))
+    scheduler.add_gang(second := alone(200))
+    assert scheduler.place_gang() is None
+    scheduler.finish(0, first.members[0].id, 1.0)
+    scheduler.settle_gangs()
+    assert scheduler.take(0) == [task]
+    scheduler.finish(0, task.id, 1.0)
+    scheduler.take(0)
+    assert sent(scheduler, second) == [0]
+
+
+def test_gangs_of_one_run_again_in_their_order_after_a_death_which_is_the_first_ones() -> None:
+    scheduler = cluster(0)
+    first, second, _ = gangs = [alone(key) for key in (100, 200, 300)]
+    for gang in gangs:
+        scheduler.add_gang(gang)
+    sent(scheduler, first)
+    sent(scheduler, second)
+    assert scheduler.lose(0) is first.members[0]
+    scheduler.settle_gangs()
+    assert scheduler.decide_loss(0, first.members[0]) is Loss.AGAIN
+    scheduler.requeue(0)
+    assert scheduler.settle_gangs() == ([], [])
+    assert list(scheduler.gangs.line) == gangs
+    assert (first.deaths, second.deaths) == (1, 0)
+    scheduler.worker_up(0)
+    scheduler.take(0)
+    assert sent(scheduler, first) == [0]
+    assert sent(scheduler, second) == [0]
+
+
+def test_a_gang_of_one_that_fails_leaves_the_next_one_to_run() -> None:
+    scheduler = cluster(0)
+    first, second = alone(100), alone(200)
+    scheduler.add_gang(first)
+    scheduler.add_gang(second)
+    sent(scheduler, first)
+    sent(scheduler, second)
+    scheduler.fail(0, first.members[0], ValueError("no"))
+    assert scheduler.settle_gangs() == ([], [first])
+    assert (first.state, second.state) == (GangState.FAILED, GangState.RUNNING)
+    scheduler.finish(0, second.members[0].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [second])
+
+
 def test_a_death_ends_the_others_and_all_run_again_once_they_are_shut_out() -> None:
     scheduler = cluster(0, 1, 2)
     gang = gang_of(3)
@@ -579,6 +672,12 @@ class GangMachine(RuleBasedStateMachine):
             gang = gang_of(size, workers[:size], retries=1, key=key)
         self.gangs.append(gang)
         self.scheduler.add_gang(gang)
+
+    @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
+    @rule()
+    def schedule_alone(self) -> None:
+        self.gangs.append(alone(100 * (len(self.gangs) + 1)))
+        self.scheduler.add_gang(self.gangs[-1])
 
     @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
     @rule(devices=st.integers(1, 2), min_workers=st.integers(1, WORKERS), spare=st.integers(0, WORKERS - 1))

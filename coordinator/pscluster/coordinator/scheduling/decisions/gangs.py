@@ -24,6 +24,10 @@ All workers are taken at once, when all are free. So that this happens on a busy
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
 workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
 
+A program of global arrays on one worker is a gang of one, which talks to nobody. Such a gang is placed while another
+one still runs on its worker, if nothing else is to run before it: it begins there once that one has returned, without
+waiting for a message. If the worker dies, both are in line again, in their order.
+
 A gang may have several members on a worker, and may go on without workers that are lost (`min_workers`): their members
 are then placed on others. Once such a worker is back the generation ends, and the next one has its members at home.
 If workers have left for good, and without them too few are left for that, it fails:
@@ -91,6 +95,11 @@ class Gang(Generic[P]):
     @property
     def size(self) -> int:
         return len(self.payloads)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it has one member, which runs again only if its worker dies, and whose error ends no other."""
+        return self.size == 1 and self.isolated and self.steps is None and not self.limits.retries
 
     @property
     def is_over(self) -> bool:
@@ -226,13 +235,17 @@ class Gangs(Generic[P]):
         gang.renew()
         self.line.append(gang)
 
-    def place(self, *, only_begun: bool) -> Gang[P] | None:
-        """Reserve workers for the front gang if all of them are free, and return it."""
+    def place(self, *, only_begun: bool, ahead: bool = False) -> Gang[P] | None:
+        """Reserve workers for the front gang if all of them are free, and return it.
+
+        `ahead`: nothing else is queued, so that a gang of one may be sent to its worker while another one runs there.
+        """
         front = self.front()
         if front is None or (only_begun and not front[0].begun):
             return None
         gang, indices = front
-        if not all(self._workers[index].free for index in indices):
+        follows = ahead and gang.is_alone and self._runs_one_alone(indices[0])
+        if not follows and not all(self._workers[index].free for index in indices):
             return None
         self.line.remove(gang)
         self.running[gang] = None
@@ -241,6 +254,14 @@ class Gangs(Generic[P]):
         for index, task in zip(indices, gang.members, strict=True):
             self._workers[index].reserved.append(task)
         return gang
+
+    def _runs_one_alone(self, index: int) -> bool:
+        """Return whether a worker runs a gang of one, and nothing else is sent or reserved for it."""
+        worker = self._workers[index]
+        if not worker.idle or worker.reserved or worker.strays or worker.stopping or len(worker.sent) != 1:
+            return False
+        (task,) = worker.sent.values()
+        return task.gang is not None and task.gang.is_alone and not task.gang.is_over
 
     def rejoin(self, index: int) -> None:
         """Note that a worker is up, or has nothing to do with a past gang any more: its members come back to it."""
@@ -292,7 +313,7 @@ class Gangs(Generic[P]):
 
     def settle(self, may_still_update: Callable[[Task[P]], bool]) -> list[Gang[P]]:
         """Decide what becomes of gangs of which nothing is left. Return, once, those that have ended."""
-        for gang in [gang for gang in self.running if gang.state is GangState.ENDING]:
+        for gang in [gang for gang in reversed(self.running) if gang.state is GangState.ENDING]:  # each one goes first
             if any(may_still_update(member) for member in gang.members):
                 continue
             del self.running[gang]

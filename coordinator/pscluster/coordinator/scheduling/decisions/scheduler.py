@@ -322,7 +322,7 @@ class Scheduler(Assignments[P]):
         """Reserve workers for a gang if all that it needs are free, and return it. Each gets its member next."""
         if not self.gangs.line or self._barrier_owner in self.barriers:
             return None
-        gang = self.gangs.place(only_begun=bool(self.barriers))
+        gang = self.gangs.place(only_begun=bool(self.barriers), ahead=not self.queued)
         for task in gang.members if gang is not None else ():
             self.entered += 1
             task.id = self.entered
