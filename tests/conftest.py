@@ -55,8 +55,9 @@ def search(examples: int, steps: int) -> hypothesis.settings:
 NUM_PS = 2
 NUM_WORKERS = 2
 
-# Threads that live as long as the process: the library's, those of gRPC, and the one that limits a test's time.
-_LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "devices", "(_poll_wrapper)", "pytest_timeout")
+# Threads that live as long as the process: the library's, those of gRPC and fsspec, and the one that limits a test's
+# time.
+_LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "devices", "(_poll_wrapper)", "fsspecIO", "pytest_timeout")
 
 
 _LONGEST = (

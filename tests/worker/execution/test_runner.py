@@ -323,6 +323,17 @@ def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:
     assert runner.wait_idle(0.0), "the stream is over, its outcome is still there"
 
 
+def test_an_outcome_after_the_end_is_dropped() -> None:
+    """A function that fails since its attachment is being closed runs again: its error must not be the function's."""
+    lock = threading.RLock()
+    ending = outbox.Outbox(lock, threading.Condition(lock))
+    with lock:
+        ending.add(Outcome(function=1))
+        ending.end()
+        assert not ending.add_ended(Outcome(function=2, kind=Outcome.FAILED), others_wait=False)
+    assert [outcome.function for reply in ending.messages() for outcome in reply.outcomes] == [1]
+
+
 def test_a_result_too_large_for_a_message_is_the_functions_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails, once and with a message, instead of breaking the stream for all."""
     monkeypatch.setattr(function_calls, "MAX_INLINE_BYTES", 1 << 20)

@@ -71,7 +71,8 @@ class Session:
 
     def resume(self, timeout: float) -> None:
         """Wait for the reply from now on, for at most `timeout` seconds."""
-        self.rested += time.monotonic() - self._resting_since
+        now = time.monotonic()
+        self.rested += now - self._resting_since
         self._exchange.begin(timeout)
 
     def receive(self) -> bytes:

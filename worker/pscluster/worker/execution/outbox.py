@@ -53,11 +53,15 @@ class Outbox:
     def add_ended(self, outcome: worker_pb2.Outcome, *, others_wait: bool) -> bool:
         """Add the outcome of a function that has just ended, after which others may wait to run.
 
-        Return whether the calling thread is to send it, by `send_one`.
+        Return whether the calling thread is to send it, by `send_one`. After the end it is dropped: the function may
+        have failed because its attachment was being closed, and runs again.
         """
+        if self._ended:
+            self._changed.notify_all()
+            return False
         send_here = (
             self.send is not None
-            and not (self._sending or self._outcomes or self.questions or self._ended)
+            and not (self._sending or self._outcomes or self.questions)
             and (outcome.seconds > SEND_SECONDS or not others_wait)
             and outcome.ByteSize() <= _SEND_BYTES
         )
@@ -65,8 +69,6 @@ class Outbox:
             self._sending = True
             return True
         self.add(outcome)
-        if self._ended:  # it will not be sent
-            self._changed.notify_all()
         return False
 
     def end(self) -> None:
