@@ -22,7 +22,7 @@ _FULL = 0.6
 """The share of its slots that an index uses at most: with more, searches become long."""
 
 _FEW = 16
-"""Of so many ids that are still searched for, one after the other is quicker than all at once."""
+"""Searching one by one for at most this many remaining ids is quicker than for all at once."""
 
 _KEY = secrets.randbits(64)
 """Of the hashes that an index has of strings. Users' names may have been chosen by others, who do not know it."""

@@ -61,7 +61,7 @@ class _InFlight(NamedTuple):
 
 
 def arranged(jobs: Sequence[Job], helpers: int) -> list[Action]:
-    """Return what the thread does, in order, with so many threads that help it.
+    """Return what the thread does, in order, with this many helper threads.
 
     Each job is done once, or handed over once and waited for later, after all that it needs is done or waited for.
     """
