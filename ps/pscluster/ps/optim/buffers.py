@@ -51,7 +51,7 @@ class Workspace(threading.local):
         return buffer[:size].view(dtype).reshape(shape)
 
     def arrays(self, count: int, size: int, dtype: np.dtype[Any]) -> list[Array]:
-        """Return this many uninitialized flat arrays of one size, each from a cache line on: quicker than one by one."""
+        """Return this many uninitialized flat arrays of one size, each from a cache line on: faster than one by one."""
         room = size + -size % _LINE + _LINE  # one more, so that those of 64 KiB don't compete for places in the cache
         return [row[:size] for row in self.array((count, room), dtype)]
 

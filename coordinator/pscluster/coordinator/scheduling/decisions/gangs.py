@@ -24,7 +24,7 @@ All workers are taken at once, when all are free. So that this happens on a busy
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
 workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
 
-A program of global arrays on one worker is a gang of one, with no others to talk to. Such a gang is placed while another
+A program of global arrays on one worker is a gang of one, and talks to no other. Such a gang is placed while another
 one still runs on its worker, if nothing else is to run before it: it begins there once that one has returned, without
 waiting for a message. If the worker dies, both are in line again, in their order.
 
