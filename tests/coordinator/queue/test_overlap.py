@@ -16,6 +16,7 @@ from tests.waiting import TIMEOUT, until
 from pscluster.coordinator import (
     Checkpoint,
     ClusterCoordinator,
+    EmbeddingTable,
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
@@ -152,6 +153,29 @@ def test_a_step_reads_what_it_has_pushed(strategy: ParameterServerStrategy, coor
         assert np.all(before == at)
         assert np.all(after == at + 1)
         assert np.all(whole == at + 1)
+
+
+@pytest.mark.parametrize("ids", [np.arange(3, dtype=np.int32), np.arange(3)[::-1], [0, 1], ["a", "b"]])
+def test_ids_of_any_type_are_looked_up_in_what_was_fetched(
+    strategy: ParameterServerStrategy, coordinator: Any, ids: Any
+) -> None:
+    """Nothing is read again."""
+    with strategy.scope():
+        table = (
+            EmbeddingTable(WIDTH, ids=str, name="words")
+            if isinstance(ids, list) and ids[0] == "a"
+            else table_of(strategy)
+        )
+
+    def named(ids: Any) -> Any:
+        return [(table, np.asarray(ids))]
+
+    def step(ids: Any) -> Any:
+        before = table.client.exchanges.pulled
+        embedding_lookup(table, np.asarray(ids))
+        return table.client.exchanges.pulled - before
+
+    assert coordinator.schedule(step, args=(ids,), lookups=named).fetch(TIMEOUT) == 0
 
 
 def test_a_push_that_fails_fails_its_function(strategy: ParameterServerStrategy, coordinator: Any) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
-
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.phases import Begun, Phases, run
@@ -72,15 +70,11 @@ class FetchedRows:
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
         self._whole.update(zip((variable.id for variable in self._variables), values, strict=True))
 
-    def take(self, table: Variable, ids: npt.NDArray[Any]) -> Array | None:
-        """Return the rows of these flat ids, (ids, ...), if they were fetched, and not taken or dropped since.
-
-        The ids need not be checked: those that are equal to what was fetched are rows.
-        """
+    def take(self, table: Variable, ids: Ids) -> Array | None:
+        """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""
         known = self._of.get((table.handle_kind, table.handle_key), [])
         for at, fetched in enumerate(known):
-            same = fetched.ids.dtype == ids.dtype and fetched.ids.shape == ids.shape
-            if same and (fetched.ids == ids).all():
+            if fetched.ids.shape == ids.shape and (fetched.ids == ids).all():
                 use_plan(self._plan)
                 return known.pop(at).rows
         return None

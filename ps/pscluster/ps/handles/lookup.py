@@ -175,7 +175,7 @@ def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
             raise TypeError(f"an embedding table must be a variable, not {type_of(variable)}")
-        array = ids if type(ids) is np.ndarray else variable.row_ids(ids)
-        wanted.append((variable, array.reshape(-1)))
-        shapes.append((*array.shape, *variable.shape[1:]))
+        checked = variable.row_ids(ids)
+        wanted.append((variable, checked.reshape(-1)))
+        shapes.append((*checked.shape, *variable.shape[1:]))
     return [rows.reshape(shape) for rows, shape in zip(distinct_rows(wanted), shapes, strict=True)]

@@ -149,19 +149,18 @@ def _gather_rows(lookups: Sequence[tuple[ShardRequests, npt.ArrayLike]]) -> list
     return results
 
 
-def distinct_rows(lookups: Sequence[tuple[ShardRequests, npt.NDArray[Any]]]) -> list[Array]:
-    """Read rows by flat ids, arrays that `row_ids` takes, of several variables at once, each distinct one once."""
+def distinct_rows(lookups: Sequence[tuple[ShardRequests, Ids]]) -> list[Array]:
+    """Read rows by flat ids, from `row_ids`, of several variables at once, each distinct one once."""
     if not lookups:
         return []
     with one_client([variable for variable, _ in lookups]).gate:
         return _distinct_rows(lookups)
 
 
-def _distinct_rows(lookups: Sequence[tuple[ShardRequests, npt.NDArray[Any]]]) -> list[Array]:
+def _distinct_rows(lookups: Sequence[tuple[ShardRequests, Ids]]) -> list[Array]:
     fetched = fetched_rows()
     known = [None if fetched is None else fetched.take(variable, ids) for variable, ids in lookups]
-    others = [lookup for lookup, there in zip(lookups, known, strict=True) if there is None]
-    reads, rows = distinct_reads([(variable, variable.row_ids(ids)) for variable, ids in others])
+    reads, rows = distinct_reads([lookup for lookup, there in zip(lookups, known, strict=True) if there is None])
     all_known = fetched is not None and not any(there is None for there in known)
     _read_rows(lookups[0][0].client, reads, all_known=all_known)
     read = iter(rows())
