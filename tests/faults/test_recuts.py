@@ -386,7 +386,7 @@ class Replicas:
     ids=str,
 )
 def test_replicas_that_step_together(armed: Armed, job: Job, options: dict[str, Any], point: str) -> None:
-    """Their variables are cut between two calls; steps go on, and count once, whoever dies."""
+    """Their variables are cut between two calls; steps go on, and count once, whatever dies."""
     job.strategy.close()
     with SynchronousStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=TIMEOUT, **options) as strategy:
         replicas = Replicas(armed, strategy)

@@ -362,7 +362,7 @@ def test_a_chief_with_workers_and_servers_of_its_own(tmp_path: Path) -> None:
 
 
 def _said_at(address: str) -> str:
-    """What is said to those that connect there; "" as long as nobody listens."""
+    """What is said to those that connect there; "" as long as there is no listener."""
     host, port = address.split(":")
     with socket.socket() as caller:
         if caller.connect_ex((host, int(port))):

@@ -22,7 +22,7 @@ def graphs(draw: st.DrawFn) -> list[Job]:
 
 @given(graphs(), st.integers(0, 3))
 def test_each_job_is_done_once_after_what_it_needs(jobs: list[Job], helpers: int) -> None:
-    """Here, or by another thread, which is waited for: and none is done far ahead of one that is not."""
+    """Here, or by another thread, whose end is awaited; and none is done far ahead of one that is not."""
     done, handed = set[int](), set[int]()
     for kind, job in arranged(jobs, helpers):
         if kind is Kind.WAIT:

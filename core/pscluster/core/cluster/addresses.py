@@ -61,7 +61,7 @@ def parse_address(text: str, key: str = "address") -> tuple[str, int]:
     return path, 0
 
 
-_UNREGISTERED = ".unregistered.invalid"  # a name that nobody can have (RFC 2606)
+_UNREGISTERED = ".unregistered.invalid"  # a name that no host can have (RFC 2606)
 
 
 def unregistered(job: str, index: int) -> str:

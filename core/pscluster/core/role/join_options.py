@@ -18,7 +18,7 @@ from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.options import ADVERTISE_VARIABLE, JOB_NAME_VARIABLE, TASK_VARIABLE
 
 EVERYWHERE = "0.0.0.0", "::"  # noqa: S104  # nosec B104
-"""Addresses to listen at that nobody can dial."""
+"""Addresses to listen at that no peer can dial."""
 
 
 @dataclass(frozen=True, slots=True)

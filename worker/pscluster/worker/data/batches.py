@@ -55,5 +55,5 @@ class Batches:
         start, self._at = self._at, min(self._at + self._size, self._stop)
         batch = cut(self._block, start, self._at)
         if self._at == self._stop:
-            self._block = None  # freed with its batches, whoever keeps this
+            self._block = None  # freed with its batches, even if this is kept
         return batch
