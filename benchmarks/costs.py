@@ -38,7 +38,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.observability.asker import Asker, replies_by_task
 from pscluster.core.transport.unix_sockets import connect, path_of
-from pscluster.ps.storage.spill import LIMIT_BYTES
+from pscluster.ps.storage.files.spill import LIMIT_BYTES
 
 MIB = 1 << 20
 QUEUE_SECONDS = 240.0  # limits the functions that hold the workers while the queue fills

@@ -37,7 +37,7 @@ from pscluster.coordinator import (
 from pscluster.core.role.node import Role
 from pscluster.core.transport.unix_sockets import path_of
 from pscluster.v1 import node_pb2
-from pscluster.worker.evaluation import results_of, states_of
+from pscluster.worker.steps.evaluation import results_of, states_of
 
 # A shared machine may be slow at any moment: no test depends on time.
 hypothesis.settings.register_profile("pscluster", deadline=None)

@@ -18,7 +18,7 @@ from pscluster.launch import (
     get_checkpoint,
     get_dataset_shard,
 )
-from pscluster.launch.callbacks import KERAS_FILE
+from pscluster.launch.members.callbacks import KERAS_FILE
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -75,11 +75,13 @@ from pscluster.ps.optim.schedules import ExponentialDecay
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.spec import with_step
-from pscluster.ps.storage import generations as durable_files
-from pscluster.ps.storage import log_format, log_reader, tensor_files
-from pscluster.ps.storage.generations import DamagedError, StateDirectory
+from pscluster.ps.storage.files import generations as durable_files
+from pscluster.ps.storage.files import tensor_files
+from pscluster.ps.storage.files.generations import DamagedError, StateDirectory
+from pscluster.ps.storage.files.roots import Roots
+from pscluster.ps.storage.log import format as log_format
+from pscluster.ps.storage.log import reader as log_reader
 from pscluster.ps.storage.replay import restored
-from pscluster.ps.storage.roots import Roots
 from pscluster.ps.wire_dtypes import encode as encode_floats
 from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.collectives.gang import Gang

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.splitmix import mixed
+from pscluster.core.numbers.splitmix import mixed
 from pscluster.ps.row_ids import numbers_of
 
 

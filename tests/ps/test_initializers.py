@@ -23,8 +23,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscluster.core import random_blocks
 from pscluster.core.geometry.partition import Partition
+from pscluster.core.numbers import random_blocks
 from pscluster.ps import initializers
 from pscluster.ps.initializers import (
     INITIALIZERS,

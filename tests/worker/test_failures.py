@@ -21,7 +21,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.values import decode
 from pscluster.v1 import worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_failure
-from pscluster.worker.training import logs_of_steps
+from pscluster.worker.steps.training import logs_of_steps
 
 
 class NeedsArgumentsError(Exception):

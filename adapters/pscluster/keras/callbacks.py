@@ -118,7 +118,7 @@ class CallbackModel:
 
 
 class DrivenCallback:
-    """One of Keras' callbacks in a training. See `pscluster.worker.training.FrameworkCallback`."""
+    """One of Keras' callbacks in a training. See `pscluster.worker.steps.training.FrameworkCallback`."""
 
     def __init__(self, callback: Any, model: CallbackModel) -> None:
         import keras

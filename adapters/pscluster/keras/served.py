@@ -168,7 +168,7 @@ class ServedModel:
         _, variables, tables = self._read_in_steps()
         return self._copy.predict(read_variables(variables), batch, tables)
 
-    # What fit, evaluate and predict use: see `pscluster.worker.training.MakesSteps`
+    # What fit, evaluate and predict use: see `pscluster.worker.steps.training.MakesSteps`
 
     def training_step(self) -> Callable[[Any], Any]:
         """Return the step of `fit`."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.notebook import render_traceback
-from pscluster.core.sanitize import shown
+from pscluster.core.display.notebook import render_traceback
+from pscluster.core.display.sanitize import shown
 
 __all__ = [
     "AuthenticationError",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import resource
 
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ProtocolError
-from pscluster.core.sanitize import shown
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message. None of ours come near it; larger data goes in frames
 MAX_HEADER_BYTES = 1 << 20  # of a frame's header. Once parsed, small fields take up to forty times as much memory

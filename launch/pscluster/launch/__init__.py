@@ -9,35 +9,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pscluster.launch.callbacks import ReportCheckpoint as ReportCheckpoint
-    from pscluster.launch.callbacks import ReportCheckpointCallback as ReportCheckpointCallback
-    from pscluster.launch.checkpoint import Checkpoint as Checkpoint
     from pscluster.launch.config import CheckpointConfig as CheckpointConfig
     from pscluster.launch.config import FailureConfig as FailureConfig
     from pscluster.launch.config import RunConfig as RunConfig
     from pscluster.launch.config import ScalingConfig as ScalingConfig
-    from pscluster.launch.context import TrainContext as TrainContext
-    from pscluster.launch.context import barrier as barrier
-    from pscluster.launch.context import broadcast as broadcast
-    from pscluster.launch.context import broadcast_from_rank_zero as broadcast_from_rank_zero
-    from pscluster.launch.context import get_checkpoint as get_checkpoint
-    from pscluster.launch.context import get_context as get_context
-    from pscluster.launch.context import get_dataset_shard as get_dataset_shard
-    from pscluster.launch.context import report as report
     from pscluster.launch.errors import TrainingFailedError as TrainingFailedError
+    from pscluster.launch.members.callbacks import ReportCheckpoint as ReportCheckpoint
+    from pscluster.launch.members.callbacks import ReportCheckpointCallback as ReportCheckpointCallback
+    from pscluster.launch.members.context import TrainContext as TrainContext
+    from pscluster.launch.members.context import barrier as barrier
+    from pscluster.launch.members.context import broadcast as broadcast
+    from pscluster.launch.members.context import broadcast_from_rank_zero as broadcast_from_rank_zero
+    from pscluster.launch.members.context import get_checkpoint as get_checkpoint
+    from pscluster.launch.members.context import get_context as get_context
+    from pscluster.launch.members.context import get_dataset_shard as get_dataset_shard
+    from pscluster.launch.members.context import report as report
+    from pscluster.launch.members.shards import DatasetShard as DatasetShard
     from pscluster.launch.ray.cluster import RayCluster as RayCluster
     from pscluster.launch.ray.connection import RayClusterError as RayClusterError
     from pscluster.launch.result import Result as Result
-    from pscluster.launch.shards import DatasetShard as DatasetShard
+    from pscluster.launch.storage.checkpoint import Checkpoint as Checkpoint
     from pscluster.launch.trainer import TensorflowTrainer as TensorflowTrainer
     from pscluster.launch.trainer import TorchTrainer as TorchTrainer
     from pscluster.launch.trainer import Trainer as Trainer
 else:
     _OF = {
-        "callbacks": ("ReportCheckpoint", "ReportCheckpointCallback"),
-        "checkpoint": ("Checkpoint",),
+        "members.callbacks": ("ReportCheckpoint", "ReportCheckpointCallback"),
+        "storage.checkpoint": ("Checkpoint",),
         "config": ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"),
-        "context": (
+        "members.context": (
             *("TrainContext", "barrier", "broadcast", "broadcast_from_rank_zero"),
             *("get_checkpoint", "get_context", "get_dataset_shard", "report"),
         ),
@@ -45,7 +45,7 @@ else:
         "ray.cluster": ("RayCluster",),
         "ray.connection": ("RayClusterError",),
         "result": ("Result",),
-        "shards": ("DatasetShard",),
+        "members.shards": ("DatasetShard",),
         "trainer": ("TensorflowTrainer", "TorchTrainer", "Trainer"),
     }
     __all__ = sorted(name for names in _OF.values() for name in names)

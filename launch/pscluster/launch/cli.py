@@ -8,8 +8,8 @@ import click
 from rich.table import Table
 
 from pscluster.coordinator.observability.progress_line import choose_console
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import CheckpointError, MisuseError
-from pscluster.core.sanitize import shown
 from pscluster.launch.config import DEFAULT_STORAGE
 from pscluster.launch.storage.run_folder import RunFolder
 from pscluster.launch.storage.run_folder import runs as runs_of

@@ -33,17 +33,17 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.core.errors import CancelledError, CheckpointError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.definitions import capture, partial_of
-from pscluster.launch.checkpoint import VARIABLES, Checkpoint
+from pscluster.launch.answers.questions import Asked, report_of
+from pscluster.launch.answers.rendezvous import Rendezvous, Serving, place_among
+from pscluster.launch.answers.session import Action, Answer, Commit, Session
 from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
-from pscluster.launch.logs import logs_of
-from pscluster.launch.questions import Asked, report_of
-from pscluster.launch.rendezvous import Rendezvous, Serving, place_among
+from pscluster.launch.members.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
 from pscluster.launch.reporting import Reporting
 from pscluster.launch.result import Result
-from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
-from pscluster.launch.session import Action, Answer, Commit, Session
+from pscluster.launch.storage.checkpoint import VARIABLES, Checkpoint
+from pscluster.launch.storage.logs import logs_of
 from pscluster.launch.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.coordinator.training.events import EventWriter
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.sanitize import shown
+from pscluster.launch.answers.session import Commit
 from pscluster.launch.config import CheckpointConfig
-from pscluster.launch.session import Commit
 from pscluster.launch.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

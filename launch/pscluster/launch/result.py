@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscluster.launch.checkpoint import Checkpoint
+from pscluster.launch.storage.checkpoint import Checkpoint
 from pscluster.launch.storage.run_folder import RunFolder
 
 

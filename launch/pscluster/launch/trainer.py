@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
-from pscluster.launch.checkpoint import Checkpoint
 from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
+from pscluster.launch.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from pscluster.coordinator.local.supervised import SupervisedCluster

@@ -3,9 +3,10 @@
 An initializer is a frozen set of numbers and, for the random ones, a seed. It makes any block of the whole array by
 itself: bit for bit a slice of the whole, however that is cut. So a variable can be larger than any machine's memory.
 
-`core/random_blocks.py` draws the random numbers. float16 and bfloat16 values are the float32 ones, rounded. Names,
-parameters, defaults and fans are those of Keras' initializers; the values are not, since Keras' depend on its backend.
-As in Keras, an initializer gives the same values at every call: two variables with one shape and one seed start equal.
+`core/numbers/random_blocks.py` draws the random numbers. float16 and bfloat16 values are the float32 ones, rounded.
+Names, parameters, defaults and fans are those of Keras' initializers; the values are not, since Keras' depend on its
+backend. As in Keras, an initializer gives the same values at every call: two variables with one shape and one seed
+start equal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core import checks, random_blocks
+from pscluster.core import checks
+from pscluster.core.numbers import random_blocks
 
 __all__ = [
     "Constant",

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.core.splitmix import Hashes, mixed
+from pscluster.core.numbers.splitmix import Hashes, mixed
 from pscluster.v1 import ps_pb2
 
 RowIds = npt.NDArray[Any]

@@ -12,7 +12,7 @@ import secrets
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.splitmix import mixed
+from pscluster.core.numbers.splitmix import mixed
 from pscluster.ps.row_ids import RowIds, are_strings, hashes
 
 Ids = npt.NDArray[np.int64]

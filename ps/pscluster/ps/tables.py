@@ -24,7 +24,7 @@ from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.rows import integers
-from pscluster.core.splitmix import mixed
+from pscluster.core.numbers.splitmix import mixed
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec
 from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, columns_of, dtype_in, numbers_of, string_ids

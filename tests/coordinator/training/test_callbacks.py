@@ -32,7 +32,7 @@ from pscluster.coordinator.checkpoints.manager import CheckpointManager
 from pscluster.coordinator.training.callbacks import CallbackList, Execution, Monitor
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.ps.optim.schedules import ExponentialDecay
-from pscluster.worker.training import logs_of_steps
+from pscluster.worker.steps.training import logs_of_steps
 
 Step = Callable[[Any], Any]
 

@@ -36,7 +36,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.training.callbacks import BackupAndRestore, Callback, ModelCheckpoint
-from pscluster.worker.training import logs_of_steps
+from pscluster.worker.steps.training import logs_of_steps
 
 Array = npt.NDArray[Any]
 

@@ -376,7 +376,7 @@ def argument_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("users_steps", "np.load"),
         ("users_steps", "plain.__globals__"),
         ("users_steps", "Color.__class__"),
-        ("pscluster.worker.training", "np.load"),
+        ("pscluster.worker.steps.training", "np.load"),
         ("pscluster.worker.main", "click.launch"),
         ("pscluster.worker.data.sources", "map_leaves"),
         ("pscluster.worker.data.sources", "MappedArray.open"),

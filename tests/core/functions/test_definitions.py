@@ -297,7 +297,7 @@ def test_a_worker_looks_where_the_coordinator_does(cluster: Cluster, call: str, 
         sys.path.append({str(tmp_path / "more")!r})
         import beside, elsewhere
         from pscluster.core.functions.definitions import partial_of
-        from pscluster.worker.evaluation import states_of
+        from pscluster.worker.steps.evaluation import states_of
         def lazily():
             import later
             return later.NAME

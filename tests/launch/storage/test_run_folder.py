@@ -16,7 +16,7 @@ import pytest
 
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.launch import Checkpoint, Result
-from pscluster.launch.session import Report
+from pscluster.launch.answers.session import Report
 from pscluster.launch.storage.run_folder import RunFolder, runs
 from pscluster.launch.storage.uploads import upload
 

@@ -24,9 +24,9 @@ from pscluster.ps.server.state import shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.spec import METADATA
-from pscluster.ps.storage import spill
+from pscluster.ps.storage.files import spill
 from pscluster.ps.storage.job_state import JobIdentity
-from pscluster.ps.storage.log_format import FIRST
+from pscluster.ps.storage.log.format import FIRST
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2

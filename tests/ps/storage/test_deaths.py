@@ -38,7 +38,7 @@ from pscluster.ps.optim.rules import RULES
 from pscluster.ps.server import role as role_module
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.storage import log as log_module
+from pscluster.ps.storage.log import writer as log_module
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2

@@ -45,7 +45,7 @@ from pscluster.ps.server.requests import update_checks
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
-from pscluster.ps.storage.generations import StateDirectory
+from pscluster.ps.storage.files.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2, state_pb2

@@ -20,7 +20,8 @@ from tests.ps.storage.power_loss import ACKNOWLEDGED, Machine, build_shim, read_
 from tests.roles.processes import Roles, make_cluster
 
 from pscluster.core.errors import ConfigurationError
-from pscluster.ps.storage import log, log_reader
+from pscluster.ps.storage.log import reader as log_reader
+from pscluster.ps.storage.log import writer as log
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 

@@ -15,7 +15,7 @@ from pscluster.coordinator.data.per_worker import PerWorkerIterator
 from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.worker.data.per_worker import WorkerIterator
 from pscluster.worker.execution.preparations import Preparations
-from pscluster.worker.overlap import logs_of_overlapped_steps
+from pscluster.worker.steps.overlap import logs_of_overlapped_steps
 
 STEPS, FUNCTIONS = 3, 5
 

@@ -18,9 +18,9 @@ import traceback
 import types
 from typing import Any
 
+from pscluster.core.display.sanitize import shown
+from pscluster.core.display.tracebacks import FoldedStack, are_ours
 from pscluster.core.errors import FunctionError, ProtocolError, PsClusterError
-from pscluster.core.sanitize import shown
-from pscluster.core.tracebacks import FoldedStack, are_ours
 from pscluster.core.values import decode, encode
 from pscluster.core.values.records import imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2

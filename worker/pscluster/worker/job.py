@@ -35,8 +35,8 @@ from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.features.layer import Layer
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.objects import WorkerObject
-from pscluster.worker.overlap import Overlap, overlap_of
 from pscluster.worker.programs.store import BlockStore
+from pscluster.worker.steps.overlap import Overlap, overlap_of
 from pscluster.worker.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)

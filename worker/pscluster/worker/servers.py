@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from pscluster.core.cluster.addresses import parse_address
 from pscluster.core.cluster.spec import tasks_in_words
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
 from pscluster.core.limits import MAX_COUNT, check_count, one_line
 from pscluster.core.role.options import RoleOptions
-from pscluster.core.sanitize import shown
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.v1 import node_pb2
 

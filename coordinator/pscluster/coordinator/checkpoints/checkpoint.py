@@ -47,7 +47,7 @@ from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import part_name
-from pscluster.ps.storage.tensor_files import Array, join
+from pscluster.ps.storage.files.tensor_files import Array, join
 from pscluster.v1 import ps_pb2
 from pscluster.worker.features.layer import Layer
 

@@ -18,7 +18,7 @@ import fsspec
 
 from pscluster.core.errors import CheckpointError
 from pscluster.core.fault_points import reach
-from pscluster.ps.storage.tensor_files import join
+from pscluster.ps.storage.files.tensor_files import join
 
 INDEX = "index.json"
 FINISHED = "finished.json"

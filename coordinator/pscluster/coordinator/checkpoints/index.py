@@ -30,7 +30,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import RANGE, RowOrder
 from pscluster.ps.spec import row_order_of
-from pscluster.ps.storage.tensor_files import CHUNK_BYTES, join, tensor_name
+from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2
 
 FORMAT = "pscluster-checkpoint"

@@ -22,7 +22,7 @@ from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
-from pscluster.ps.storage.tensor_files import join
+from pscluster.ps.storage.files.tensor_files import join
 from pscluster.worker.features.layer import Layer
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.core.geometry.row_orders import RANGE
 from pscluster.ps.row_ids import are_strings, has_ids, texts_of
-from pscluster.ps.storage.tensor_files import Array, join, read
+from pscluster.ps.storage.files.tensor_files import Array, join, read
 from pscluster.ps.tables import ids_in
 from pscluster.worker.features.layer import Layer
 

@@ -17,7 +17,7 @@ from pscluster.coordinator.checkpoints.index import Index, SavedFile, SavedLayer
 from pscluster.core.checks import type_of
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
 from pscluster.core.transport.frames import view
-from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, join, read, tensor_to_write, write
+from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES, Array, join, read, tensor_to_write, write
 from pscluster.worker.features.layer import Layer, layer_of
 
 FILE = "features.safetensors"

@@ -19,11 +19,19 @@ from rich.text import Text
 from pscluster.coordinator.checkpoints.folder import exists, written
 from pscluster.coordinator.checkpoints.index import Index, SavedTensor, SavedVariable, check_whole, dtype_of, read_index
 from pscluster.coordinator.cli.tables import rendered
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import CheckpointError
 from pscluster.core.geometry.row_orders import RANGE
-from pscluster.core.sanitize import shown
 from pscluster.ps.optim.rules import RULES
-from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, join, tensor_name, tensor_to_write, verified, write
+from pscluster.ps.storage.files.tensor_files import (
+    CHUNK_BYTES,
+    Array,
+    join,
+    tensor_name,
+    tensor_to_write,
+    verified,
+    write,
+)
 from pscluster.v1 import ps_pb2
 
 _FILE_BYTES = 4 << 30  # of a merged file, about

@@ -12,13 +12,13 @@ import click
 
 from pscluster.core.cluster.addresses import parse_address
 from pscluster.core.cluster.tf_config import TFConfig
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options
 from pscluster.core.ids import VERSION
 from pscluster.core.importing import without_collections
 from pscluster.core.role.options import insecure_option, metrics_port_of, tls_option
 from pscluster.core.role.process import log_options, main_of
-from pscluster.core.sanitize import shown
 from pscluster.core.security.tls import INSECURE_VARIABLE, Tls, check_plain, is_set, load_tls, token_for
 from pscluster.core.security.tokens import create_token_file, load_token, new_token
 

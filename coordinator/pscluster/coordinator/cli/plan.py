@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pscluster.coordinator.cli.status import with_joined
 from pscluster.coordinator.moves.plan import Measure, make_plan, measured
 from pscluster.coordinator.observability.asker import Asker
+from pscluster.core.display.sanitize import shown, shown_json
 from pscluster.core.limits import MAX_COUNT
-from pscluster.core.sanitize import shown, shown_json
 from pscluster.core.transport.channels import PeerAddress
 
 

@@ -21,7 +21,7 @@ from pscluster.coordinator.cli.tables import rendered
 from pscluster.coordinator.observability.asker import Answer, Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates, TableRates, TaskRates, VariableRates
 from pscluster.core.cluster.spec import ClusterSpec
-from pscluster.core.sanitize import shown, shown_json
+from pscluster.core.display.sanitize import shown, shown_json
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2

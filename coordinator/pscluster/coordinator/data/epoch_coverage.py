@@ -19,7 +19,7 @@ from typing import Any
 
 from pscluster.coordinator.data.file_lists import FileList
 from pscluster.core.errors import CheckpointMisfitError
-from pscluster.core.intervals import IntervalSet
+from pscluster.core.numbers.intervals import IntervalSet
 
 
 class EpochCoverage:

@@ -34,9 +34,9 @@ from pscluster.coordinator.scheduling.state import DispatchState, PartlyApplied
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.display.notebook import current_cell
 from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
-from pscluster.core.notebook import current_cell
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress

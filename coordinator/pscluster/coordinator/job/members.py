@@ -29,8 +29,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import BusyError, ProtocolError, RefusedError
-from pscluster.core.sanitize import shown
 
 MAX_WORKERS = 1000
 """How many workers a cluster takes, unless it is told."""

@@ -42,11 +42,11 @@ from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.members import Claim
 from pscluster.coordinator.job.server_places import ServerClaim, check_index
 from pscluster.core.cluster.addresses import parse_address
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError, RefusedError, UnavailableError
 from pscluster.core.ids import check_version
 from pscluster.core.limits import check_name
 from pscluster.core.role.options import RoleOptions
-from pscluster.core.sanitize import shown
 from pscluster.core.security.access import check_role, role_host
 from pscluster.core.transport.channels import PeerAddress, explain, open_peer_channel, say_hello
 from pscluster.core.transport.peer_names import address_of, host_of, is_on_unix_socket

@@ -32,8 +32,8 @@ from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.addresses import is_loopback
 from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.display.notebook import current_cell, place_of_cell
 from pscluster.core.errors import ConfigurationError, MisuseError
-from pscluster.core.notebook import current_cell, place_of_cell
 from pscluster.core.role.options import DATA_PORT_VARIABLE, GRACE_SECONDS
 from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.security.tls import Tls, load_tls

@@ -23,9 +23,9 @@ from pscluster.coordinator.local.supervisor import Supervisor
 from pscluster.coordinator.local.tasks import Phase, RestartPolicy, RestartRequested, TaskKey, task_name
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.tf_config import Task, TFConfig
+from pscluster.core.display.notebook import html_table
 from pscluster.core.errors import MisuseError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
-from pscluster.core.notebook import html_table
 from pscluster.core.security.tls import Tls
 
 # Signals that end a process that does not handle them, so that kill() can wait for its death.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
-from pscluster.core.sanitize import shown as plain
+from pscluster.core.display.sanitize import shown as plain
 
 if TYPE_CHECKING:  # imported where something is shown: most scripts show nothing, and rich is slow to import
     from rich.console import Console

@@ -10,7 +10,7 @@ the roles' status. A row has, one within the other:
                                   ps 0, ps 0 + ps 1           the servers that worked on them
 
 A second process, "workers", has a row per worker with the functions that it ran. Where steps overlap (see
-`pscluster.worker.overlap`) two more rows have the requests that were made beside them: pulls ahead, and pushes.
+`pscluster.worker.steps.overlap`) two more rows have the requests that were made beside them: pulls ahead, and pushes.
 
 Clocks differ between machines. Each role is asked for its time repeatedly; the quickest round trip gives the difference
 to within half of that trip. The remaining error could place an answer before its question; so a span that another one

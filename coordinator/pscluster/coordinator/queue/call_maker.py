@@ -20,7 +20,7 @@ from pscluster.core.functions.definitions import CapturedFunction, FunctionHandl
 from pscluster.core.handles import Handle
 from pscluster.core.values import HandleResolver, encode_call
 from pscluster.v1 import value_pb2
-from pscluster.worker.overlap import overlapped
+from pscluster.worker.steps.overlap import overlapped
 
 _ELEMENTS = (DataPart, PerWorkerDataset, PerWorkerIterator)
 _MAX_OVERLAPPING = 64  # functions with lookups that are captured once; the least recently used are captured again

@@ -22,8 +22,8 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.ps.handles.metrics import MetricLike
-from pscluster.worker.evaluation import States, by_name, joined, outputs_of, results_of, states_of
-from pscluster.worker.training import MakesSteps
+from pscluster.worker.steps.evaluation import States, by_name, joined, outputs_of, results_of, states_of
+from pscluster.worker.steps.training import MakesSteps
 
 
 class EvaluationQueue(DataQueue):

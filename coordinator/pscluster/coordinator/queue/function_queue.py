@@ -31,10 +31,10 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.waiting import deadline_of, seconds_left
 from pscluster.core.checks import type_of
+from pscluster.core.display.notebook import current_cell, render_traceback
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import FunctionHandle
 from pscluster.core.handles import StaysHere
-from pscluster.core.notebook import current_cell, render_traceback
 from pscluster.core.values import HandleResolver, map_structure
 
 _INTERRUPT_SECONDS = 5.0  # for functions to stop after Ctrl-C in a notebook, before their worker is ended

@@ -24,7 +24,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.ids import fresh_id
 from pscluster.core.values import encode, map_structure
 from pscluster.v1 import worker_pb2
-from pscluster.worker.step_results import of_steps
+from pscluster.worker.steps.results import of_steps
 
 
 class GangQueue(FunctionQueue):

@@ -14,7 +14,7 @@ from pscluster.coordinator.scheduling.connections.worker_connection import TELL_
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.intervals import IntervalSet
+from pscluster.core.numbers.intervals import IntervalSet
 
 logger = logging.getLogger(__name__)
 

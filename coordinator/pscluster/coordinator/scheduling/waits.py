@@ -16,8 +16,8 @@ from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.coordinator.waiting import deadline_of, seconds_left
+from pscluster.core.display.notebook import current_cell
 from pscluster.core.errors import FunctionError, WaitTimeoutError
-from pscluster.core.notebook import current_cell
 
 _BUSY = "another checkpoint or evaluation snapshot is still being made or restored"
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.ps.row_ids import RowIds, are_strings, has_ids
-from pscluster.ps.storage.tensor_files import Array
+from pscluster.ps.storage.files.tensor_files import Array
 from pscluster.ps.tables import Ids, InitialRows, table_ids, tails_of
 
 

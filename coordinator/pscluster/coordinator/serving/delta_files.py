@@ -14,7 +14,7 @@ from pscluster.coordinator.checkpoints.index import dtype_of
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, InvalidUpdateError
 from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, check_strings, shown
-from pscluster.ps.storage.tensor_files import Array
+from pscluster.ps.storage.files.tensor_files import Array
 
 KEY = "pscluster-delta"
 """Where the metadata of a file has the header."""

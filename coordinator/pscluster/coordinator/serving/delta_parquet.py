@@ -25,7 +25,7 @@ from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, string_ids, texts_of
-from pscluster.ps.storage.tensor_files import Array
+from pscluster.ps.storage.files.tensor_files import Array
 
 MAGIC = b"PAR1"
 _CHECKSUM_KEY = f"{KEY}-checksum"

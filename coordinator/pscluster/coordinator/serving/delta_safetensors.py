@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.row_ids import RowIds
-from pscluster.ps.storage.tensor_files import stream, tensor_to_write
+from pscluster.ps.storage.files.tensor_files import stream, tensor_to_write
 from pscluster.v1 import ps_pb2
 
 _MAX_HEADER_BYTES = 1 << 20

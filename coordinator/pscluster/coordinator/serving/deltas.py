@@ -27,7 +27,7 @@ from pscluster.coordinator.serving.delta_files import Changes, Delta, Header, Lo
 from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.core import checks
 from pscluster.core.errors import CheckpointError, MisuseError
-from pscluster.ps.storage.tensor_files import CHUNK_BYTES
+from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES
 
 Format = Literal["safetensors", "parquet"]
 _FORMATS: tuple[Format, ...] = ("safetensors", "parquet")

@@ -19,7 +19,7 @@ from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, UnknownVariableError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.rows import check_ids, split_rows
-from pscluster.ps.storage.tensor_files import Array, join, verified
+from pscluster.ps.storage.files.tensor_files import Array, join, verified
 from pscluster.ps.tables import initial_rows
 from pscluster.v1 import ps_pb2
 

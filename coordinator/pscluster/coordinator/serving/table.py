@@ -25,7 +25,7 @@ from pscluster.coordinator.serving.mapped import Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
 from pscluster.ps.row_ids import RowIds
-from pscluster.ps.storage.tensor_files import Array
+from pscluster.ps.storage.files.tensor_files import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of, structure_of
-from pscluster.worker.step_results import NO_RESULT
+from pscluster.worker.steps.results import NO_RESULT
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -37,14 +37,14 @@ from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.checks import type_of
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import EndOfDatasetError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import FunctionHandle, partial_of
-from pscluster.core.sanitize import shown
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import worker_pb2
-from pscluster.worker.evaluation import by_name
-from pscluster.worker.overlap import logs_of_overlapped_steps
-from pscluster.worker.training import MakesSteps, StepLogs, logs_of_replicas, logs_of_steps
+from pscluster.worker.steps.evaluation import by_name
+from pscluster.worker.steps.overlap import logs_of_overlapped_steps
+from pscluster.worker.steps.training import MakesSteps, StepLogs, logs_of_replicas, logs_of_steps
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from pscluster.coordinator.variables.encodings import check_shards, encoding_of
 from pscluster.coordinator.variables.initial_values import initial_value_of
 from pscluster.coordinator.variables.partitioners import partition_for
 from pscluster.coordinator.variables.placement import ShardPlacer
+from pscluster.core.display.notebook import current_cell
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.handles import Handle
-from pscluster.core.notebook import current_cell
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.registry import handle_of

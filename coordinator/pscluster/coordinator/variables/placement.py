@@ -15,10 +15,10 @@ import numpy as np
 
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
+from pscluster.core.display.notebook import html_table
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry.partition import Block, Partition
-from pscluster.core.notebook import html_table
-from pscluster.core.sanitize import shown
 from pscluster.ps.handles.variable import Variable
 
 

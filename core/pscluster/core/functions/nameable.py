@@ -65,10 +65,11 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
 """By module: functions and classes."""
 
 ON_WORKERS: dict[str, tuple[str, ...]] = {
-    "pscluster.launch.running": ("run_here",),  # not what starts a process, which would choose by itself what to load
+    # Not what starts a process, which would choose by itself what to load.
+    "pscluster.launch.members.running": ("run_here",),
     "pscluster.worker.data.per_replica": ("made_in_sync", "sliced"),
     "pscluster.worker.data.per_worker": ("given",),
-    "pscluster.worker.evaluation": ("outputs_of", "states_of"),
+    "pscluster.worker.steps.evaluation": ("outputs_of", "states_of"),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
     "pscluster.worker.data.processes.process_map": ("ProcessMap",),
     "pscluster.worker.data.files.line_files": ("LineBlocks", "Text"),
@@ -82,10 +83,10 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.features.counts": ("Counts",),
     "pscluster.worker.features.layer": ("analyzed", "shared_layer"),
     "pscluster.worker.features.numeric": ("Moments", "Quantiles"),
-    "pscluster.worker.overlap": ("logs_of_overlapped_steps", "overlapped"),
+    "pscluster.worker.steps.overlap": ("logs_of_overlapped_steps", "overlapped"),
     "pscluster.worker.per_worker_variable": ("OwnValue", "PerWorkerVariable", "value_here"),
     "pscluster.worker.programs.interpreter": ("run_local", "run_program"),
-    "pscluster.worker.training": ("logs_of_steps",),
+    "pscluster.worker.steps.training": ("logs_of_steps",),
 }
 """Additional ones, on a worker."""
 

@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.splitmix import GOLDEN, MASK, MULTIPLIERS, drawn
+from pscluster.core.numbers.splitmix import GOLDEN, MASK, MULTIPLIERS, drawn
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]

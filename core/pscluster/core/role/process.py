@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from pscluster.core.display.sanitize import shown, shown_json
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.sanitize import shown, shown_json
 
 
 def tune_allocator() -> None:

@@ -29,12 +29,12 @@ from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.core.checks import type_of
 from pscluster.core.errors import ConfigurationError, FunctionError, PsClusterError, UnavailableError, WorkerLostError
+from pscluster.launch.answers.questions import Asked, report_of
+from pscluster.launch.answers.rendezvous import place_among
+from pscluster.launch.answers.session import Action, Answer
 from pscluster.launch.elastic.requests import Requests
 from pscluster.launch.elastic.session import Admit, ElasticSession, Ranked, SavedRows
 from pscluster.launch.fit import POLL_SECONDS, Fit, MembersFailed
-from pscluster.launch.questions import Asked, report_of
-from pscluster.launch.rendezvous import place_among
-from pscluster.launch.session import Action, Answer
 
 logger = logging.getLogger(__name__)
 

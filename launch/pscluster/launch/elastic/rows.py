@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.intervals import IntervalSet
+from pscluster.core.numbers.intervals import IntervalSet
 
 MAX_BATCHES = 8
 """The most batches of a lease."""

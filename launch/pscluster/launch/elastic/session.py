@@ -43,8 +43,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError, PsClusterError, StaleError
+from pscluster.launch.answers.session import Action, Answer, Commit, Member, Place, Report, Session
 from pscluster.launch.elastic.rows import Rows
-from pscluster.launch.session import Action, Answer, Commit, Member, Place, Report, Session
 
 
 class Phase(enum.Enum):

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.sanitize import shown
 from pscluster.launch.kubernetes.output import secret_names, to_text, write_folder
 from pscluster.launch.kubernetes.spec import MAX_NAME, ROLES, Deployed, Resources, name_of
 

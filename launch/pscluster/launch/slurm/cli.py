@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from pscluster.coordinator.cli.run import script_at
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.sanitize import shown
 from pscluster.core.security.tokens import create_token_file
 from pscluster.launch.slurm.commands import SlurmError, check_installed, job_state, submit
 from pscluster.launch.slurm.job_script import EXIT_CODE, LOG, SCRIPT, TOKEN, SlurmOptions, job_script

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.role.options import ADVERTISE_VARIABLE, TASK_VARIABLE
-from pscluster.core.sanitize import shown
 from pscluster.core.security.tls import INSECURE_VARIABLE, SERVER_ONLY_VARIABLE, TLS_VARIABLE
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from pscluster.core.errors import CheckpointError, MisuseError
-from pscluster.launch.checkpoint import is_local
+from pscluster.launch.storage.checkpoint import is_local
 
 
 class RunFiles:

@@ -29,8 +29,8 @@ import fsspec
 
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.ids import VERSION
-from pscluster.launch.checkpoint import VARIABLES
-from pscluster.launch.session import Report
+from pscluster.launch.answers.session import Report
+from pscluster.launch.storage.checkpoint import VARIABLES
 from pscluster.launch.storage.run_files import explained, sync_folders
 from pscluster.launch.storage.saved_run import SavedRun
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pscluster.core.errors import CheckpointError
-from pscluster.launch.checkpoint import VARIABLES
+from pscluster.launch.storage.checkpoint import VARIABLES
 from pscluster.launch.storage.run_files import RunFiles, explained
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 
 from pscluster.core.errors import CheckpointError
-from pscluster.launch.checkpoint import is_local
+from pscluster.launch.storage.checkpoint import is_local
 from pscluster.launch.storage.run_files import explained, sync_folders
 
 _COPY_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.display.notebook import html_table
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.geometry.partition import Block
 from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.handles import Handle
-from pscluster.core.notebook import html_table
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.cuts import origin_of
 from pscluster.ps.client.read_plans import ShardRead

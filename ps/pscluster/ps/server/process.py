@@ -14,9 +14,9 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.ps.spec import BESIDE_PAYLOAD_BYTES, SERVICE
+from pscluster.ps.storage.files.roots import Roots
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
-from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
+from pscluster.ps.storage.files.roots import Roots
 from pscluster.ps.storage.job_state import JobIdentity
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
-from pscluster.ps.storage.roots import Roots
 from pscluster.ps.tables import BY_ID
 from pscluster.v1 import node_pb2
 

@@ -1,14 +1,14 @@
 """A parameter server's state on disk, so that its death costs little or nothing.
 
-    policy.py            the decisions: when to save, whether an update may be taken, when it may be acknowledged. Pure
-    generations.py       generations: the state saved at one time, as a file of tensors and a manifest
-    log.py               the updates after a generation
-    manager.py           the shell: a thread that saves, and the methods that the service calls
-    replay.py            restores a store from a generation and a log
-    checkpoint_parts.py  a server's part of a checkpoint: mark, write, stage, commit
-    tensor_files.py      the safetensors format of both, on paths and URLs (fsspec)
-    spill.py             the old bytes that snapshots still need
-    roots.py             where checkpoints are allowed
+    policy.py                the decisions, pure: when to save, whether to take an update, when to acknowledge it
+    manager.py, saver.py     the shell: the methods that the service calls, and the thread that saves
+    replay.py                restores a store from a generation and a log
+    checkpoint_parts.py      a server's part of a checkpoint: mark, write, stage, commit
+    log/                     the updates after a generation
+    files/generations.py     generations: the state saved at one time, as a file of tensors and a manifest
+    files/tensor_files.py    the safetensors format of both, on paths and URLs (fsspec)
+    files/spill.py           the old bytes that snapshots still need
+    files/roots.py           where checkpoints are allowed
 
 A server's state on disk is a sequence of generations. A generation's manifest names the file and offset of each array;
 shards that have not changed stay in the file of an earlier generation. With a log, the updates after a generation are

@@ -37,8 +37,8 @@ from pscluster.core.transport.frames import view
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import replay
-from pscluster.ps.storage.disk import write_all
-from pscluster.ps.storage.tensor_files import lay_out
+from pscluster.ps.storage.files.disk import write_all
+from pscluster.ps.storage.files.tensor_files import lay_out
 from pscluster.v1 import ps_pb2, state_pb2
 
 MAX_FILES = 32

@@ -36,7 +36,7 @@ from pscluster.ps.server.state.metadata import check_texts
 from pscluster.ps.server.state.shard import Shard, Snapshot
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import METADATA, SYNCHRONOUS, row_order_of
-from pscluster.ps.storage.tensor_files import Array, read, tensor_name, tensor_to_write, write
+from pscluster.ps.storage.files.tensor_files import Array, read, tensor_name, tensor_to_write, write
 from pscluster.ps.tables import width_of
 from pscluster.v1 import ps_pb2
 

@@ -12,7 +12,7 @@ from pscluster.ps.server.state.shard import Shard, Snapshot
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.storage import replay
-from pscluster.ps.storage.generations import StateDirectory
+from pscluster.ps.storage.files.generations import StateDirectory
 from pscluster.v1 import state_pb2
 
 _MAX_FILES = 8

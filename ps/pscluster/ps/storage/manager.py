@@ -30,9 +30,9 @@ from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, log_begins
-from pscluster.ps.storage.generations import DamagedError
+from pscluster.ps.storage.files.generations import DamagedError
 from pscluster.ps.storage.job_state import JobIdentity, JobState, sizes_of
-from pscluster.ps.storage.log_reader import Dropped, lost_in, records
+from pscluster.ps.storage.log.reader import Dropped, lost_in, records
 from pscluster.ps.storage.options import Durability
 from pscluster.ps.storage.saver import Extension, StateSaver
 from pscluster.v1 import ps_pb2, state_pb2

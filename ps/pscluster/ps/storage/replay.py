@@ -21,9 +21,9 @@ from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.spec import METADATA, partition_of
-from pscluster.ps.storage.generations import DamagedError
-from pscluster.ps.storage.log_reader import Dropped
-from pscluster.ps.storage.tensor_files import Array, tensor_to_write
+from pscluster.ps.storage.files.generations import DamagedError
+from pscluster.ps.storage.files.tensor_files import Array, tensor_to_write
+from pscluster.ps.storage.log.reader import Dropped
 from pscluster.ps.tables import row_limit
 from pscluster.v1 import ps_pb2, state_pb2
 

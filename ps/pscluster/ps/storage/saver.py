@@ -18,12 +18,12 @@ from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
-from pscluster.ps.storage.generations import StateDirectory
+from pscluster.ps.storage.files.generations import StateDirectory
+from pscluster.ps.storage.files.spill import Spill
 from pscluster.ps.storage.job_state import JobState, MoreArraysError, has_arrivals, sizes_of, write_shards
-from pscluster.ps.storage.log import Log
+from pscluster.ps.storage.log.writer import Log
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.ps.storage.policy import SavePlan
-from pscluster.ps.storage.spill import Spill
 
 logger = logging.getLogger(__name__)
 

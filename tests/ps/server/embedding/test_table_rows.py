@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.partition import Partition
-from pscluster.core.splitmix import mixed
+from pscluster.core.numbers.splitmix import mixed
 from pscluster.ps.initializers import (
     Constant,
     GlorotUniform,
@@ -31,7 +31,7 @@ from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.server.embedding.tables import new_array, new_slots, read_rows, rows_of
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.state.shard import Shard
-from pscluster.ps.storage.spill import Spill
+from pscluster.ps.storage.files.spill import Spill
 from pscluster.ps.tables import TAIL, Ids, InitialRows, initial_rows, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 

@@ -16,9 +16,9 @@ from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, 
 
 from pscluster.ps.server.state.shard import Shard, Snapshot, blocks_of_rows
 from pscluster.ps.server.state.store import Store
+from pscluster.ps.storage.files.spill import Spill
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
-from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

@@ -21,7 +21,7 @@ from pscluster.ps.server.requests import creation, reads, update_checks, updates
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.state.shard import Shard, Snapshot
 from pscluster.ps.server.state.store import Store
-from pscluster.ps.storage.spill import Spill
+from pscluster.ps.storage.files.spill import Spill
 from pscluster.v1 import ps_pb2
 
 Values = npt.NDArray[np.float32]

@@ -19,8 +19,9 @@ from pscluster.core import fault_points
 from pscluster.core.errors import MisuseError, ProtocolError, StaleError, UnavailableError
 from pscluster.ps.server.synchronous import steps as steps_module
 from pscluster.ps.server.synchronous.runs import MAX_RUNS
-from pscluster.ps.storage import log, log_reader
-from pscluster.ps.storage.log_format import FIRST
+from pscluster.ps.storage.log import reader as log_reader
+from pscluster.ps.storage.log import writer as log
+from pscluster.ps.storage.log.format import FIRST
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2
 

@@ -13,10 +13,10 @@ import xxhash
 
 import pscluster
 from pscluster.core.context import current_function
+from pscluster.core.display.sanitize import shown
 from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.geometry.partition import even_ends
-from pscluster.core.sanitize import shown
 from pscluster.core.transport.frames import view
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of

@@ -35,7 +35,7 @@ from pscluster.worker.data.prefetch import Part
 from pscluster.worker.execution.function_calls import Arguments, arguments_of
 from pscluster.worker.failures import failure_of
 from pscluster.worker.job import Job
-from pscluster.worker.overlap import Overlap
+from pscluster.worker.steps.overlap import Overlap
 
 MakeContext = Callable[[int, worker_pb2.Step], FunctionContext]
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from pscluster.core.splitmix import GOLDEN, MASK, mixed
+from pscluster.core.numbers.splitmix import GOLDEN, MASK, mixed
 
 Ints = npt.NDArray[np.int64]
 

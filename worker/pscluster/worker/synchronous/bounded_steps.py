@@ -38,7 +38,7 @@ from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.job import Job
-from pscluster.worker.step_results import NumberedResults
+from pscluster.worker.steps.results import NumberedResults
 from pscluster.worker.synchronous.step_iterators import StepIterators
 
 _NO_COLLECTIVES = (

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pscluster.coordinator.waiting import Event
+from pscluster.core.display.notebook import current_cell
 from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
-from pscluster.core.notebook import current_cell
 from pscluster.core.values import HandleResolver, decode
 from pscluster.core.values.arrays import Buffer
 from pscluster.v1 import value_pb2

@@ -22,8 +22,8 @@ from pscluster.coordinator.scheduling.connections.lifecycle import (
     why_lost,
 )
 from pscluster.core.errors import BusyError, PsClusterError, PSUnavailableError, StaleError, UnavailableError, from_rpc
-from pscluster.core.intervals import IntervalSet
 from pscluster.core.limits import MAX_COUNT, one_line
+from pscluster.core.numbers.intervals import IntervalSet
 from pscluster.core.transport.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_aio_channel
 from pscluster.core.transport.methods import Stub
 from pscluster.ps.spec import SERVICE as PS_SERVICE

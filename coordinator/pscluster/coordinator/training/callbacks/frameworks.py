@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
-from pscluster.worker.training import DrivesCallbacks, FrameworkCallback
+from pscluster.worker.steps.training import DrivesCallbacks, FrameworkCallback
 
 
 def with_frameworks(step: object, callbacks: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.splitmix import Hashes, mixed
+from pscluster.core.numbers.splitmix import Hashes, mixed
 from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, numbers_of
 from pscluster.ps.tables import SEEN_BYTES, Ids, Rows

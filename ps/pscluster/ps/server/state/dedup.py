@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.core.intervals import IntervalSet
+from pscluster.core.numbers.intervals import IntervalSet
 from pscluster.v1 import ps_pb2
 
 

@@ -30,7 +30,7 @@ from pscluster.ps.server.embedding.reserved_rows import resized
 from pscluster.ps.server.embedding.table_policy import Sightings
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
-from pscluster.ps.storage.spill import SavedBlock, Spill
+from pscluster.ps.storage.files.spill import SavedBlock, Spill
 
 Array = npt.NDArray[np.generic]
 

@@ -27,7 +27,7 @@ from pscluster.ps.server.state.losses import NAMES, Losses, ShardKey
 from pscluster.ps.server.state.prepared_reads import MAX_PREPARED, MAX_REQUEST_BYTES, PreparedRead
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.synchronous.runs import Runs
-from pscluster.ps.storage.spill import Spill
+from pscluster.ps.storage.files.spill import Spill
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)

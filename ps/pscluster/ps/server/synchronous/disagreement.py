@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pscluster.core.sanitize import shown
+from pscluster.core.display.sanitize import shown
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution, difference
 from pscluster.ps.server.synchronous.run import Run
