@@ -773,7 +773,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
         f"refusing to listen on 0.0.0.0:{port} in plain text, where anyone on the path could read and change everything"
     )
     sending = "refusing to talk to ps 0 at ps0.example.com:2222 in plain text"
-    mend = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")
+    hint = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")
     cases: list[tuple[Sequence[str], str, str]] = [
         (["ps", "--bind", f"0.0.0.0:{port}"], tf_config(near, "ps"), listening),
         (["worker"], tf_config(far, "worker"), sending),
@@ -788,7 +788,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
     for (code, output), (_, _, sentence) in zip(results, cases, strict=True):
         assert code == 2, output
         assert output.splitlines()[-1].startswith(f"pscluster: {sentence}"), output
-        assert all(word in output for word in mend), output
+        assert all(word in output for word in hint), output
         assert TOKEN not in output
     asking = ["health", "no-such-host.invalid:2222"]
     results = run_all(

@@ -30,12 +30,12 @@ def mapped(optimizer: Any, name: str) -> Optimizer:
     """
     kind = type(optimizer).__name__
     if kind not in _OPTIMIZERS or not type(optimizer).__module__.startswith("keras."):
-        mend = "give serve() one of pscluster.coordinator.optimizers as optimizer="
+        hint = "give serve() one of pscluster.coordinator.optimizers as optimizer="
         if kind == "LossScaleOptimizer":
-            mend = 'use the policy "mixed_bfloat16" in place of "mixed_float16", which needs no scale'
+            hint = 'use the policy "mixed_bfloat16" in place of "mixed_float16", which needs no scale'
         raise MisuseError(
             f"the model is compiled with {type_of(optimizer)}, which the servers don't have: they have "
-            f"{', '.join(_OPTIMIZERS)}; compile it with one of these, or {mend}"
+            f"{', '.join(_OPTIMIZERS)}; compile it with one of these, or {hint}"
         )
     config: dict[str, Any] = optimizer.get_config()
     if steps := config.get("gradient_accumulation_steps"):

@@ -302,10 +302,10 @@ class ServedModel:
 
     def __getattr__(self, name: str) -> Any:
         """Say what to write for what a plain model has, such as `fit` and `save`. AttributeError."""
-        mend = _INSTEAD.get(name, "")
-        if not mend and "keras" in sys.modules and hasattr(sys.modules["keras"].Model, name):
-            mend = f"served.to_keras().{name}"
-        raise AttributeError(f"a ServedModel has no {name!r}{mend and ': write '}{mend}", name=name, obj=self)
+        hint = _INSTEAD.get(name, "")
+        if not hint and "keras" in sys.modules and hasattr(sys.modules["keras"].Model, name):
+            hint = f"served.to_keras().{name}"
+        raise AttributeError(f"a ServedModel has no {name!r}{hint and ': write '}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} of {len(self.variables)} weights>"
@@ -364,8 +364,8 @@ def serve(
         ConfigurationError: Keras' backend is neither JAX nor torch.
     """
     if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
-        mend = ": give a function that makes and compiles it" if callable(model_fn) else ""
-        raise TypeError(f"serve takes a function that returns a Keras model, not {type_of(model_fn)}{mend}")
+        hint = ": give a function that makes and compiles it" if callable(model_fn) else ""
+        raise TypeError(f"serve takes a function that returns a Keras model, not {type_of(model_fn)}{hint}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is {type_of(optimizer)}; give one of pscluster.coordinator.optimizers, or compile the model "

@@ -179,18 +179,18 @@ def _check(layer: Any) -> None:
     """Raise MisuseError if an embedding can't be a table."""
     import keras
 
-    mend = "leave it out of tables= to have it served whole"
+    hint = "leave it out of tables= to have it served whole"
     if (regularizer := layer.embeddings_regularizer) is not None:
         raise MisuseError(
             f"the embedding {layer.name!r} has embeddings_regularizer={type(regularizer).__name__}, which needs all of "
-            f"its rows in each step: make it without, or {mend}"
+            f"its rows in each step: make it without, or {hint}"
         )
     if layer.lora_enabled or layer.quantization_mode:
-        raise MisuseError(f"the embedding {layer.name!r} has LoRA or is quantized, and can't be a table: {mend}")
+        raise MisuseError(f"the embedding {layer.name!r} has LoRA or is quantized, and can't be a table: {hint}")
     kind = type(layer)
     if kind.call is not keras.layers.Embedding.call and not _is_reversible(layer):
         raise MisuseError(
-            f"the embedding {layer.name!r} is a {kind.__name__} with a call of its own, and can't be a table: {mend}"
+            f"the embedding {layer.name!r} is a {kind.__name__} with a call of its own, and can't be a table: {hint}"
         )
 
 

@@ -37,9 +37,9 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
     if is_new:
         optimizer = optimizer([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        mend = "; for a scheduler see pscluster.torch.schedule" if hasattr(optimizer, "get_last_lr") else ""
+        hint = "; for a scheduler see pscluster.torch.schedule" if hasattr(optimizer, "get_last_lr") else ""
         raise TypeError(
-            f"optimizer_from takes an optimizer of torch, or what makes one, not {type_of(optimizer)}{mend}"
+            f"optimizer_from takes an optimizer of torch, or what makes one, not {type_of(optimizer)}{hint}"
         )
     kind = type(optimizer).__name__
     make = _MAPPED.get(type(optimizer))
@@ -69,9 +69,9 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
     return result
 
 
-def _refuse(kind: str, group: _Group, key: str, mend: str) -> None:
+def _refuse(kind: str, group: _Group, key: str, hint: str) -> None:
     if group.get(key):
-        raise ValueError(f"{kind} with {key}={group[key]} has no counterpart on the servers: {mend}")
+        raise ValueError(f"{kind} with {key}={group[key]} has no counterpart on the servers: {hint}")
 
 
 def _rate(group: _Group) -> float:

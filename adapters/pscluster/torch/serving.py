@@ -194,8 +194,8 @@ def _parameter(name: str, tensor: torch.Tensor, initializer: Callable[..., Any] 
 
 def _value(kind: str, name: str, tensor: torch.Tensor) -> Any:
     if tensor.is_meta:
-        mend = f'initializers={{"{name}": ...}}' if kind == "parameter" else "its module on another device"
-        raise MisuseError(f"{kind} {name!r} is on the device 'meta', where it has no values: give {mend}")
+        hint = f'initializers={{"{name}": ...}}' if kind == "parameter" else "its module on another device"
+        raise MisuseError(f"{kind} {name!r} is on the device 'meta', where it has no values: give {hint}")
     return array_of(tensor)
 
 

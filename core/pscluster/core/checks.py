@@ -33,11 +33,11 @@ _NO_NUMBERS = (bool, np.bool_, complex, np.complexfloating, str, bytes, bytearra
 
 
 def real(
-    name: str, value: object, mend: str = "", *, kind: str = "number", finite: bool = True, **limits: Unpack[Limits]
+    name: str, value: object, hint: str = "", *, kind: str = "number", finite: bool = True, **limits: Unpack[Limits]
 ) -> float:
     """Return a number, of any type that `float` accepts, as a float. ValueError if it is none, or outside the limits.
 
-    `kind` is the error's term for such a number, such as "number of seconds"; `mend` is appended to the error, such as
+    `kind` is the error's term for such a number, such as "number of seconds"; `hint` is appended to the error, such as
     ", or None". Unless `finite` is False, infinities and NaN are refused; NaN is outside all limits.
     """
     if not isinstance(value, _NO_NUMBERS):
@@ -46,17 +46,17 @@ def real(
             if (math.isfinite(number) or not finite) and _within(number, limits):
                 return number
     article = "a finite" if finite and not limits else "a"
-    raise _refusal(name, value, f"{article} {kind}", limits, mend)
+    raise _refusal(name, value, f"{article} {kind}", limits, hint)
 
 
-def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number", **limits: Unpack[Limits]) -> int:
+def whole(name: str, value: object, hint: str = "", *, kind: str = "whole number", **limits: Unpack[Limits]) -> int:
     """Return a whole number, which may be given as a float such as 1e6, as an int; see `real`."""
     if not isinstance(value, _NO_NUMBERS):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = int(value)  # type: ignore[call-overload]  # the error is the check
             if number == value and _within(number, limits):
                 return int(number)
-    raise _refusal(name, value, f"a {kind}", limits, mend)
+    raise _refusal(name, value, f"a {kind}", limits, hint)
 
 
 def per_axis(name: str, value: Any) -> tuple[int, ...]:
@@ -143,12 +143,12 @@ def _within(number: float, limits: Mapping[str, Any]) -> bool:
     return all(_COMPARISONS[limit](number, bound) for limit, bound in limits.items())
 
 
-def _refusal(name: str, value: object, wanted: str, limits: Mapping[str, Any], mend: str) -> ValueError:
+def _refusal(name: str, value: object, wanted: str, limits: Mapping[str, Any], hint: str) -> ValueError:
     if limits.keys() == {"at_least"}:
         wanted += f", {_shown(limits['at_least'])} or more"
     elif limits:
         wanted += ", " + " and ".join(f"{limit.replace('_', ' ')} {_shown(bound)}" for limit, bound in limits.items())
-    return ValueError(f"{name} is {value!r}; it must be {wanted}{mend}")
+    return ValueError(f"{name} is {value!r}; it must be {wanted}{hint}")
 
 
 def _shown(bound: float) -> str:

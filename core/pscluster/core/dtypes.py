@@ -100,12 +100,12 @@ def converted(
     # NumPy's rule "same_kind", plus bfloat16; but a bool does not count as a number here, nor a number as a bool.
     elif _kind(array.dtype) not in {"f": "iuf", "c": "iufc"}.get(_kind(dtype), ""):
         shown = f" ({array.reshape(-1)[:1].tolist()[0]!r:.60})" if array.size else ""
-        mend = "give numbers"
+        hint = "give numbers"
         if _kind(array.dtype) in "biufc":
-            mend = f"convert it with .astype({dtype.name!r}) if that is meant"
+            hint = f"convert it with .astype({dtype.name!r}) if that is meant"
         raise InvalidUpdateError(
             f"{holder} {variable!r} is {dtype.name}, but the {noun} {is_or_are(noun)} "
-            f"{dtype_name(array.dtype)}{shown}: {mend}"
+            f"{dtype_name(array.dtype)}{shown}: {hint}"
         )
     with np.errstate(over="ignore"):
         result = array.astype(dtype)

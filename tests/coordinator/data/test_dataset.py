@@ -477,7 +477,7 @@ def test_columns_of_others(coordinator: ClusterCoordinator) -> None:
 
 
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset, visited: Visited) -> None:
-    """With the value, the limit and the mend, before anything has changed."""
+    """With the value, the limit and a hint, before anything has changed."""
     distribute = coordinator.distribute_dataset
     with pytest.raises(ValueError, match="the source has no examples"):
         distribute([])

@@ -345,7 +345,7 @@ def test_configuration_errors_are_not_restarted(house: House) -> None:
             cluster.wait_first_end(TIMEOUT)
             cluster.check()
 
-    with pytest.raises(LocalClusterError, match="exited with code 2, which a restart can't mend"):
+    with pytest.raises(LocalClusterError, match="exited with code 2, which a restart can't fix"):
         run()
     assert house.diary().count("worker 0 exits") == 1
 

@@ -193,7 +193,7 @@ def test_configuration_error_is_never_restarted() -> None:
     (action,) = world.tell(Exited(PS, pid, 2))
     assert isinstance(action, GiveUp)
     assert f"ps 0 (pid {pid}) exited with code 2" in action.reason
-    assert "which a restart can't mend" in action.reason
+    assert "which a restart can't fix" in action.reason
 
 
 @pytest.mark.parametrize("until_done", [False, True])

@@ -679,7 +679,7 @@ def test_what_stays_in_the_script(
     value = coordinator.schedule(triple, args=(1,))
     data = coordinator.distribute_dataset(np.arange(4)).batch(2)
     with CheckpointManager(str(tmp_path), strategy=strategy) as manager:
-        for thing, mend in [
+        for thing, hint in [
             (coordinator, "schedule functions in the script"),
             (cluster, "use variables in the function, or the strategy"),
             (data, r"pass its parts, `for part in dataset: coordinator.schedule\(fn, args=\(part,\)\)`"),
@@ -687,7 +687,7 @@ def test_what_stays_in_the_script(
             (manager, "save and restore in the script"),
         ]:
             held, kind = {"it": [thing]}, type(thing).__name__
-            reason = rf"is a pscluster\..*\.{kind}, which stays in the script: {mend}"
+            reason = rf"is a pscluster\..*\.{kind}, which stays in the script: {hint}"
             ways: list[tuple[Callable[..., object], str]] = [
                 (lambda thing=thing: thing, "thing"),
                 (lambda held=held: held, r"held\['it'\]\[0\]"),

@@ -39,14 +39,14 @@ def until_asked(folder: str, act: Callable[[], object]) -> None:
         return
     links = replica_context()._gang
     assert links is not None
-    answers = links._ways.answers
+    answers = links._pool.answers
 
     def counted(member: Any, seconds: float) -> bool:
         answered = answers(member, seconds)
         (Path(folder) / str(answered)).touch()
         return answered
 
-    links._ways.answers = counted  # type: ignore[method-assign]
+    links._pool.answers = counted  # type: ignore[method-assign]
     act()
 
 

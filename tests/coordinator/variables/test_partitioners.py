@@ -1,4 +1,4 @@
-"""Partitioners: TensorFlow's golden values and formulas, the mends, and what a strategy refuses."""
+"""Partitioners: TensorFlow's golden values and formulas, the hints, and what a strategy refuses."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_answers_that_are_taken(answer: Any, parts: Shape) -> None:
     ],
 )
 def test_answers_that_are_refused(answer: Any, message: str) -> None:
-    """The error names the variable, its shape, variable_partitioner, the value and the mend."""
+    """The error names the variable, its shape, variable_partitioner, the value and a hint."""
     with pytest.raises(ConfigurationError, match=message) as raised:
         partition_for(lambda shape, dtype: answer, (10, 3), F32, "table")
     assert isinstance(raised.value, ValueError)

@@ -104,7 +104,7 @@ def test_the_cluster_of_a_step() -> None:
     ],
 )
 def test_mistakes(variables: dict[str, str], options: dict[str, Any], message: str) -> None:
-    """The error names the variable, what it holds, and the mend."""
+    """The error names the variable, what it holds, and a hint."""
     with pytest.raises(ConfigurationError, match=message):
         (own := resolver({**STEP, **variables}, **options)).get_task_info(), own.cluster_spec()
 

@@ -217,7 +217,7 @@ def test_a_restored_checkpoint_drops_them() -> None:
     ],
 )
 def test_a_value_that_the_type_cannot_hold(update: ShardUpdate, message: str) -> None:
-    """The error names variable, row or element, value and mend, and what was kept stays."""
+    """The error names variable, row or element, value and hint, and what was kept stays."""
     residuals = Residuals(1 << 20, ClientMetrics(1))
     count = len(update.values) // 4
     by_id = update.encoding is not None and update.encoding.partition is None

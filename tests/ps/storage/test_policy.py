@@ -192,10 +192,10 @@ class LogMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.broken and not self.open)
     @rule()
-    def mended(self) -> None:
+    def repaired(self) -> None:
         """A generation that holds all that the log lacks is saved."""
         assert self.plan.all_ended
-        self.plan.mended()
+        self.plan.repaired()
         self.broken = False
 
     @invariant()

@@ -12,8 +12,8 @@ from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
-from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.job import Job
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
@@ -35,7 +35,9 @@ class Host:
     def __init__(self, index: int, address: str, options: RoleOptions) -> None:
         identity = make_identity("worker", index)
         make_client = lambda _request, _incarnation: cast("PsClient", _NoServers())  # noqa: E731  (short)
-        self.role = WorkerRole(ServerList(index), make_client, TIMEOUT, Recording(), lambda: Ways(identity, options))
+        self.role = WorkerRole(
+            ServerList(index), make_client, TIMEOUT, Recording(), lambda: ConnectionPool(identity, options)
+        )
         self.address = address
         services = {"worker": (SERVICE, WorkerService(self.role))}
         self._server = RoleServer(identity, self.role, services, address, options)

@@ -39,9 +39,9 @@ from pscluster.core.transport.base import Stream
 from pscluster.core.transport.frames import parts_of
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import incoming
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.gang import Gang, Member
 from pscluster.worker.collectives.replica import ReplicaContext
-from pscluster.worker.collectives.ways import Ways
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,14 +61,14 @@ def seen_by(hosts: list[Host], rank: int, **how: Any) -> Gang:
 @contextmanager
 def exchange(host: Host, first: worker_pb2.ExchangeRequest) -> Iterator[Stream]:
     """An exchange with this worker that opens with this message."""
-    ways = Ways(make_identity("worker", 0), RoleOptions(token=TOKEN))
-    stream = ways.open(Member(1, host.role._servers.index, host.address, host.incarnation), lambda _call: None)
+    pool = ConnectionPool(make_identity("worker", 0), RoleOptions(token=TOKEN))
+    stream = pool.open(Member(1, host.role._servers.index, host.address, host.incarnation), lambda _call: None)
     try:
         stream.send(*parts_of(first))
         yield stream
     finally:
         stream.close()
-        ways.close()
+        pool.close()
 
 
 def outcome(stream: Stream) -> worker_pb2.ExchangeReply | PsClusterError:

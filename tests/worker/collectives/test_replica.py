@@ -164,22 +164,22 @@ def test_nothing_is_left_of_a_gang(four: list[Host], generation: int) -> None:
         hosted = host.job.membership.gangs._hosted
         assert all(known.mailbox is None for known in hosted.values())
         assert len(hosted) == 1
-        links = (link for link in host.job.membership._ways.links if isinstance(link, Link))
+        links = (link for link in host.job.membership._pool.links if isinstance(link, Link))
         assert not [link for link in links if not link._is_over]
 
 
 def test_connections_are_kept(three: list[Host], generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second gang of the same workers dials nothing, and nothing goes over gRPC."""
     together(three, lambda replica: replica.all_reduce("sum", np.ones(LARGE)), generation=generation)
-    ways = [way for host in three for way in host.job.membership._ways._ways.values()]
-    until(lambda: all(way._transport._idle for way in ways), "all connections are idle")
-    before = {way: list(way._transport._idle) for way in ways}
+    pooled = [one for host in three for one in host.job.membership._pool._connections.values()]
+    until(lambda: all(one._transport._idle for one in pooled), "all connections are idle")
+    before = {one: list(one._transport._idle) for one in pooled}
     monkeypatch.setattr(transport, "GrpcStream", None)
     results = together(three, lambda replica: replica.all_reduce("sum", 1), generation=generation + 1)
     _generations.append(generation + 1)
     assert results == [3] * 3
-    until(lambda: all(way._transport._idle for way in ways), "all connections are idle")
-    assert all(set(way._transport._idle) <= set(before[way]) for way in ways)
+    until(lambda: all(one._transport._idle for one in pooled), "all connections are idle")
+    assert all(set(one._transport._idle) <= set(before[one]) for one in pooled)
 
 
 def test_grpc_is_used_where_there_is_no_data_plane(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +411,7 @@ def test_a_member_that_computes_is_awaited(
 
     both = Running(four[:2], (step, step), generation=generation, timeout=SILENT_SECONDS)
     if sends:
-        links = four[0].job.membership._ways.links
+        links = four[0].job.membership._pool.links
         until(lambda: [link for link in links if isinstance(link, Link) and link._liveness.answered], "it is probed")
     else:
         until(lambda: any("waits: replica 0 has sent nothing" in message for message in caplog.messages), "it waits")
@@ -436,7 +436,7 @@ def test_what_was_sent_last_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatc
     def receive(replica: ReplicaContext) -> None:
         replica.barrier()
         assert returned.wait(60)
-        (link,) = (link for link in hosts[0].job.membership._ways.links if isinstance(link, Link))
+        (link,) = (link for link in hosts[0].job.membership._pool.links if isinstance(link, Link))
         stream = link._stream
         assert isinstance(stream, DataStream)
         link.cancel()

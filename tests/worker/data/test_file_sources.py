@@ -478,7 +478,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 def test_what_is_refused_at_once(broken: Path) -> None:
-    """When the source is made, with the file, the column and the mend."""
+    """When the source is made, with the file, the column and a hint."""
     for make, said in REFUSED:
         with pytest.raises((ValueError, TypeError, FileNotFoundError, MisuseError), match=said):
             make()

@@ -28,8 +28,8 @@ from pscluster.core.values import encode_call
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.replica import replica_context
-from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
 from pscluster.worker.execution import function_calls, outbox
@@ -63,7 +63,7 @@ def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
         client=cast(PsClient, NoServers()),
         connect_timeout=TIMEOUT,
         metrics=WorkerMetrics(Recording()),
-        ways=Ways(make_identity("worker", 0), RoleOptions()),
+        pool=ConnectionPool(make_identity("worker", 0), RoleOptions()),
     )
     job._definitions.update(functions)
     return job

@@ -26,8 +26,8 @@ from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import definition_pb2, ps_pb2, worker_pb2
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.membership import Membership
-from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.per_replica import OfReplicas
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline
@@ -55,7 +55,7 @@ class Job:
         client: PsClient,
         connect_timeout: float,
         metrics: WorkerMetrics,
-        ways: Ways,
+        pool: ConnectionPool,
     ) -> None:
         self.metrics = metrics
         self.incarnation = incarnation
@@ -94,7 +94,7 @@ class Job:
         self._unloadable: dict[str, str] = {}  # dataset ids, with the reason
         self._parts: dict[int, list[Part]] = {}  # by function
         self._reader = Reader(self.context(function=0, attempt=0))
-        self.membership = Membership(ways)
+        self.membership = Membership(pool)
         self.overlap_queue: OverlapQueue | None = None
         """What functions whose steps overlap have pushed; None until there is such a function."""
         self.closed = threading.Event()

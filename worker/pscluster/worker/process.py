@@ -12,7 +12,7 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2
-from pscluster.worker.collectives.ways import Ways
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry
@@ -60,7 +60,7 @@ class WorkerProcess:
             return client
 
         self._role = WorkerRole(
-            servers, make_client, options.connect_timeout, metrics.recording, lambda: Ways(identity, options)
+            servers, make_client, options.connect_timeout, metrics.recording, lambda: ConnectionPool(identity, options)
         )
         self.server = RoleServer(
             identity,

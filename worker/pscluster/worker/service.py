@@ -22,7 +22,7 @@ from pscluster.core.transport.frames import Assembler, cut, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.collectives import incoming
-from pscluster.worker.collectives.ways import Ways
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.execution.runner import Runner
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
@@ -42,7 +42,7 @@ ClientFactory = Callable[[node_pb2.AttachRequest, int], PsClient]
 class WorkerRole(Role):
     """Holds the job that the worker works for, and the runner of its stream. `recording` is also of its clients.
 
-    `make_ways` returns ways to other workers, for an attachment; by default they have neither a token nor certificates.
+    `make_pool` returns connections to other workers, for an attachment; by default without a token or certificates.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class WorkerRole(Role):
         make_client: ClientFactory,
         connect_timeout: float,
         recording: Recording,
-        make_ways: Callable[[], Ways] | None = None,
+        make_pool: Callable[[], ConnectionPool] | None = None,
     ) -> None:
         self.metrics = WorkerMetrics(recording)
         self._servers = servers
         self._make_client = make_client
         self._connect_timeout = connect_timeout
-        self._make_ways = make_ways or (lambda: Ways(make_identity("worker", servers.index), RoleOptions()))
+        self._make_pool = make_pool or (lambda: ConnectionPool(make_identity("worker", servers.index), RoleOptions()))
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._job: Job | None = None
@@ -93,7 +93,7 @@ class WorkerRole(Role):
             # The coordinator has reached all servers, so treat an unreachable one as lost, as at any later call.
             connect_timeout=request.ps_timeout or self._connect_timeout,
             metrics=self.metrics,
-            ways=self._make_ways(),
+            pool=self._make_pool(),
         )
         self.metrics.attachments += 1
         self._replace(job)

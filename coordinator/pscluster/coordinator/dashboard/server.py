@@ -61,7 +61,7 @@ class Dashboard:
             token,
             encrypted=files is not None,
             insecure=insecure,
-            mend="show it on 127.0.0.1 and use a tunnel (ssh -L)",
+            hint="show it on 127.0.0.1 and use a tunnel (ssh -L)",
         )
         self._socket = _listen(address)
         port = self._socket.getsockname()[1]

@@ -33,8 +33,8 @@ class FileList:
         """Raise CheckpointMisfitError, which names files, if a saved state is of others."""
         if saved == self.state():
             return
-        mend = "restore the files as they were, or give the dataset another name to start at its beginning"
-        raise CheckpointMisfitError(f"the saved position is of other files: {self._differences(saved)}; {mend}")
+        hint = "restore the files as they were, or give the dataset another name to start at its beginning"
+        raise CheckpointMisfitError(f"the saved position is of other files: {self._differences(saved)}; {hint}")
 
     def _differences(self, saved: Any) -> str:
         try:

@@ -212,7 +212,7 @@ class Supervisor:
             else:
                 self._log(f"{who} exited cleanly, stopped from outside the cluster; it is not restarted", task.task)
         elif code == CONFIGURATION_EXIT_CODE:
-            self._give_up(task, f"{text}, which a restart can't mend (see its message above); it is not restarted")
+            self._give_up(task, f"{text}, which a restart can't fix (see its message above); it is not restarted")
         else:
             self._died(task, text, now, jitter)
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
+from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, string_ids, texts_of
@@ -37,7 +37,7 @@ _TYPES = (
 
 
 def need_arrow(path: str | Path, module: str = "pyarrow") -> Any:
-    """Return pyarrow, or a module of it. MisuseError, with the mend, if it can't be imported."""
+    """Return pyarrow, or a module of it. MisuseError, with a hint, if it can't be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -121,18 +121,18 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         stored, schema = file.metadata.metadata or {}, file.schema_arrow.remove_metadata()
     except wrong as error:
         raise CheckpointError(
-            f"{path} is damaged, or was not written to its end: its footer can't be read ({_said(error)}); {MEND}"
+            f"{path} is damaged, or was not written to its end: its footer can't be read ({_said(error)}); {HINT}"
         ) from None
     text, checksum = (stored.get(key.encode()) for key in (KEY, _CHECKSUM_KEY))
     if text is None or checksum is None:
-        raise CheckpointError(f"{path} is a Parquet file, but no delta: its metadata has no {KEY!r}; {MEND}")
+        raise CheckpointError(f"{path} is a Parquet file, but no delta: its metadata has no {KEY!r}; {HINT}")
     header = Header.of(path, text)
     check(path, header)
     expected = _schema(header)
     if not schema.equals(expected):
         columns = [", ".join(f"{field.name} ({field.type})" for field in each) for each in (schema, expected)]
         raise CheckpointError(
-            f"{path} is not a readable delta: its columns are {columns[0]:.500}, not {columns[1]}; {MEND}"
+            f"{path} is not a readable delta: its columns are {columns[0]:.500}, not {columns[1]}; {HINT}"
         )
     count = file.metadata.num_rows
     ids, rows = list[RowIds](), list[Array]()
@@ -143,7 +143,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             found = _arrays(table, header)
         except wrong as error:
             raise CheckpointError(
-                f"{path} is damaged: row group {group} can't be decoded ({_said(error)}); {MEND}"
+                f"{path} is damaged: row group {group} can't be decoded ({_said(error)}); {HINT}"
             ) from None
         ids.append(found[0])
         rows.append(found[1])
@@ -153,7 +153,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     digest.update(all_ids.tobytes())
     digest.update(view(all_rows))
     if len(all_ids) != count or digest.hexdigest().encode() != checksum:
-        raise CheckpointError(f"{path} is damaged: its {len(all_ids):,} rows are not what was written; {MEND}")
+        raise CheckpointError(f"{path} is damaged: its {len(all_ids):,} rows are not what was written; {HINT}")
     return LoadedDelta.of(path, header, all_ids, all_rows)
 
 

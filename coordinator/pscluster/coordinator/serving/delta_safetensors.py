@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
+from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.row_ids import RowIds
 from pscluster.ps.storage.files.tensor_files import stream, tensor_to_write
@@ -57,7 +57,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     """Read a delta. CheckpointError, which names the file, if it is not what was written."""
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 + _CHECKSUM_BYTES or header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{path} is not a delta, or is incomplete: {MEND}")
+        raise CheckpointError(f"{path} is not a delta, or is incomplete: {HINT}")
     try:
         described = json.loads(data[8 : 8 + header_bytes])
         text = described["__metadata__"][KEY]
@@ -65,12 +65,12 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         total = begin + described["checksum"]["data_offsets"][1]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise CheckpointError(
-            f"{path} is not a delta, or is damaged: its header does not match its checksum; {MEND}"
+            f"{path} is not a delta, or is damaged: its header does not match its checksum; {HINT}"
         ) from None
     if total != len(data):
-        raise CheckpointError(f"{path} has {len(data):,} bytes, not {total!r}: it was not written to its end; {MEND}")
+        raise CheckpointError(f"{path} has {len(data):,} bytes, not {total!r}: it was not written to its end; {HINT}")
     if xxh3_128(memoryview(data)[:-_CHECKSUM_BYTES]).digest() != data[-_CHECKSUM_BYTES:]:
-        raise CheckpointError(f"{path} is damaged: it is not what was written; {MEND}")
+        raise CheckpointError(f"{path} is damaged: it is not what was written; {HINT}")
     header = Header.of(path, text)
     try:  # it is what some program has written
         ids: RowIds = np.ndarray(ids_end // header.id_dtype.itemsize, header.id_dtype, data, begin)

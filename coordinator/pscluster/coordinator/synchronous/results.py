@@ -186,8 +186,8 @@ def _array(value: Any, noun: str, replica: int) -> Array:
 
 def _check_is_axis(axis: object, noun: str, *, optional: bool) -> None:
     if isinstance(axis, bool) or not (isinstance(axis, int | np.integer) or (optional and axis is None)):
-        mend = ", or None, which combines the replicas' values element by element" if optional else ""
-        raise TypeError(f"{noun}: an axis is a whole number{mend}")
+        hint = ", or None, which combines the replicas' values element by element" if optional else ""
+        raise TypeError(f"{noun}: an axis is a whole number{hint}")
 
 
 def _position(axis: int, arrays: Sequence[Array], noun: str) -> int:
@@ -206,10 +206,10 @@ def _check_shapes(arrays: Sequence[Array], free: int | None, noun: str) -> None:
 
     for replica, array in enumerate(arrays):
         if array.ndim != arrays[0].ndim or fixed(array) != fixed(arrays[0]):
-            mend = "give an axis along which lengths may differ" if free is None else "only that axis may differ"
+            hint = "give an axis along which lengths may differ" if free is None else "only that axis may differ"
             raise ValueError(
                 f"{noun}: replica {replica} has a value of shape {array.shape}, but replica 0 one of shape "
-                f"{arrays[0].shape}: {mend}"
+                f"{arrays[0].shape}: {hint}"
             )
 
 

@@ -255,15 +255,15 @@ def resolve(
     except PsClusterError:
         raise
     except (Exception, SystemExit) as error:  # from importing modules and creating classes
-        mend = "or register the module with cloudpickle.register_pickle_by_value"
+        hint = "or register the module with cloudpickle.register_pickle_by_value"
         if not chosen_policy().pickles:
-            mend = "or name the folder that it is in with --functions-from"
+            hint = "or name the folder that it is in with --functions-from"
         which = ""
         if isinstance(error, ImportError) and (package := importer_of(error)):
-            which, mend = f", which {package} imports", f"set what configures {package} in its environment, {mend}"
+            which, hint = f", which {package} imports", f"set what configures {package} in its environment, {hint}"
         raise UnresolvedReference(
             f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}{which}): "
-            f"install what it imports there, {mend}"
+            f"install what it imports there, {hint}"
         ) from error
     if not callable(function):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")

@@ -35,7 +35,7 @@ class SerializationPolicy:
     """What is accepted from peers."""
 
     pickles: bool = True  # functions and objects by value. The other fields count only where this is False
-    why: str = ""  # the reason, and how to mend it: part of a sentence
+    why: str = ""  # the reason, and how to fix it: part of a sentence
     folders: tuple[Path, ...] = ()  # whose files may be run
     packages: tuple[str, ...] = ()  # installed ones whose functions may be called
     data: tuple[Path, ...] = ()  # folders whose files peers may have mapped by a worker

@@ -66,10 +66,10 @@ def _not_integers(array: npt.NDArray[Any]) -> str:
         wrong = ~(np.isfinite(flat) & (flat == np.trunc(flat)))
     elif kind != "b":
         wrong[:] = True
-    mend = "give whole numbers" if wrong.any() else "convert them first, for instance with ids.astype(np.int64)"
+    hint = "give whole numbers" if wrong.any() else "convert them first, for instance with ids.astype(np.int64)"
     place = int(wrong.argmax()) if flat.size else 0
     such = f", such as {flat[place : place + 1].tolist()[0]!r:.60} (position {place})" if flat.size else ""
-    return f"{dtype_name(array.dtype)}{such}: {mend}"
+    return f"{dtype_name(array.dtype)}{such}: {hint}"
 
 
 _FEW_SHARDS = 8  # up to here, scanning all ids for each shard is faster than sorting them

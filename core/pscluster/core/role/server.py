@@ -53,7 +53,7 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
         options.token,
         encrypted=files is not None,
         insecure=options.insecure,
-        mend="leave --metrics-host at 127.0.0.1",
+        hint="leave --metrics-host at 127.0.0.1",
     )
     return MetricsServer(telemetry, host, port, options.token, files, open_health=options.open_health)
 

@@ -48,11 +48,11 @@ class Visitors:
 
 
 def check_exposure(
-    content: str, where: str, host: str, token: str | None, *, encrypted: bool, insecure: bool, mend: str
+    content: str, where: str, host: str, token: str | None, *, encrypted: bool, insecure: bool, hint: str
 ) -> None:
     """Check that it is safe to listen on an address; log it if it is not, but `insecure`.
 
-    `content` is what is served, such as "metrics", and `mend` the remedy, besides the token and certificates.
+    `content` is what is served, such as "metrics", and `hint` the remedy, besides the token and certificates.
     Raise ConfigurationError if it is off loopback, without a token or in plain text, and not `insecure`.
     """
     if is_loopback(host) or (token and encrypted):
@@ -65,13 +65,13 @@ def check_exposure(
     elif token:
         raise ConfigurationError(
             f"refusing to serve {content} on {where} in plain text, where anyone on the path could read the cluster "
-            f"token: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), {mend}, or "
+            f"token: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), {hint}, or "
             "use --insecure"
         )
     else:
         raise ConfigurationError(
             f"refusing to serve {content} on {where} without a cluster token, where anyone could read everything: set "
-            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {mend}, or use --insecure"
+            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {hint}, or use --insecure"
         )
 
 

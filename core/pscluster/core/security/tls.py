@@ -40,7 +40,7 @@ SERVER_ONLY_VARIABLE = "PSCLUSTER_TLS_SERVER_ONLY"
 INSECURE_VARIABLE = "PSCLUSTER_INSECURE"
 CERTIFICATE, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
 _PROBE_SECONDS = 2.0
-_MEND = "`pscluster certs DIR` makes certificates"
+_HINT = "`pscluster certs DIR` makes certificates"
 _UNTRUSTED = frozenset({2, 18, 19, 20, 21})  # OpenSSL's error numbers for a certificate whose CA is unknown
 _NOT_YET, _EXPIRED = 9, 10
 _CLOSED = "it closed the connection"
@@ -108,7 +108,7 @@ class Tls:
         """Return credentials for a server. Raise ConfigurationError if there is no certificate to show."""
         if self._files.certificate is None:
             raise ConfigurationError(
-                f"{self.folder} holds no {CERTIFICATE} and {KEY}, and this role needs them to serve; {_MEND}"
+                f"{self.folder} holds no {CERTIFICATE} and {KEY}, and this role needs them to serve; {_HINT}"
             )
         last = self.version
 
@@ -195,7 +195,7 @@ class Tls:
 
     def _why_refused(self) -> str:
         if self._files.certificate is None or self._files.ends is None:
-            return f"it asks for a certificate, but {self.folder} holds no {CERTIFICATE} and {KEY}; {_MEND}"
+            return f"it asks for a certificate, but {self.folder} holds no {CERTIFICATE} and {KEY}; {_HINT}"
         if self._files.ends < datetime.datetime.now(datetime.UTC):
             return (
                 f"it refused our certificate {self.folder / CERTIFICATE}, which expired at "
@@ -237,7 +237,7 @@ def load_tls(
         if server_only:
             raise ConfigurationError(
                 f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: use --tls DIR, or "
-                f"set {TLS_VARIABLE}; {_MEND}"
+                f"set {TLS_VARIABLE}; {_HINT}"
             )
         return None
     if not (folder / CERTIFICATE).exists() and (folder / role).is_dir():
@@ -277,7 +277,7 @@ def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, 
     if token and tls is None and not insecure and not is_on_this_machine(address):
         raise ConfigurationError(
             f"refusing to talk to {peer} in plain text, where anyone on the path could read and change everything: "
-            f"give certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or use --insecure or {INSECURE_VARIABLE}=1"
+            f"give certificates with --tls DIR or {TLS_VARIABLE} ({_HINT}), or use --insecure or {INSECURE_VARIABLE}=1"
         )
 
 
@@ -331,10 +331,10 @@ def _read(folder: Path) -> _Files:
     certificate, key, authorities = (_bytes(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
     if (certificate is None) != (key is None):
         there, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
-        raise ConfigurationError(f"{folder} holds {there}, but no {missing}; {_MEND}")
+        raise ConfigurationError(f"{folder} holds {there}, but no {missing}; {_HINT}")
     if certificate is None and authorities is None:
         why = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is not a folder"
-        raise ConfigurationError(f"the TLS folder {folder} {why}; {_MEND}")
+        raise ConfigurationError(f"the TLS folder {folder} {why}; {_HINT}")
     ends = None
     try:
         where = folder / AUTHORITIES
@@ -346,7 +346,7 @@ def _read(folder: Path) -> _Files:
             where = folder / KEY
             private = serialization.load_pem_private_key(key, None)
             if private.public_key() != leaf.public_key():
-                raise ConfigurationError(f"{folder / KEY} is not the key of {folder / CERTIFICATE}; {_MEND}")
+                raise ConfigurationError(f"{folder / KEY} is not the key of {folder / CERTIFICATE}; {_HINT}")
             ends = leaf.not_valid_after_utc
             if ends < datetime.datetime.now(datetime.UTC):
                 raise ConfigurationError(
@@ -356,7 +356,7 @@ def _read(folder: Path) -> _Files:
     except ConfigurationError:
         raise
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
-        raise ConfigurationError(f"{where} can't be used: {error}; {_MEND}") from None
+        raise ConfigurationError(f"{where} can't be used: {error}; {_HINT}") from None
     listed = _bytes(folder / REVOKED)
     revoked = parse_revoked((listed or b"").decode("ascii", "replace"), str(folder / REVOKED))
     return _Files(certificate, key, authorities, ends, revoked)
@@ -368,4 +368,4 @@ def _bytes(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigurationError(f"can't read {path}: {error.strerror}; {_MEND}") from error
+        raise ConfigurationError(f"can't read {path}: {error.strerror}; {_HINT}") from error

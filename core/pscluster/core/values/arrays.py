@@ -35,7 +35,7 @@ _names: dict[np.dtype[Any], str] = {}  # of dtypes whose arrays are sent as they
 
 
 class UnsendableArrayError(TypeError):
-    """Elements of this type can't be sent. The message describes the array and says how to mend it."""
+    """Elements of this type can't be sent. The message describes the array and says how to fix it."""
 
 
 def plain_name(dtype: np.dtype[Any]) -> str | None:
@@ -71,8 +71,8 @@ def _name_of(dtype: np.dtype[Any]) -> str:
         raise UnsendableArrayError("an array of Python objects, which can't be sent: pass a list, or numbers")
     if dtype.names is not None:
         raise UnsendableArrayError("a structured array, which can't be sent: pass its fields as a dict of arrays")
-    mend = "cast it to float64 or complex128" if dtype.kind in "fc" else "cast it to a plain dtype"
-    raise UnsendableArrayError(f"an array of dtype {dtype}, which can't be sent: {mend}")
+    hint = "cast it to float64 or complex128" if dtype.kind in "fc" else "cast it to a plain dtype"
+    raise UnsendableArrayError(f"an array of dtype {dtype}, which can't be sent: {hint}")
 
 
 def scalar_form(scalar: np.generic) -> tuple[str, bytes]:

@@ -20,7 +20,7 @@ _PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made at run time, not a b
 
 
 class UnsendableRecordError(TypeError):
-    """This instance, or any of its class, can't be sent. The message says why and how to mend it."""
+    """This instance, or any of its class, can't be sent. The message says why and how to fix it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

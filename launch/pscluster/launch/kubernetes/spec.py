@@ -1,4 +1,4 @@
-"""What `pscluster k8s render` was asked for, checked: errors name the option, the value, the limit and the mend."""
+"""What `pscluster k8s render` was asked for, checked: errors name the option, the value, the limit and a hint."""
 
 from __future__ import annotations
 

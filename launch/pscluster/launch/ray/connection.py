@@ -91,7 +91,7 @@ def place_each(bundles: Sequence[Mapping[str, float]], timeout: float) -> list[A
 
 
 def _placed(
-    groups: Sequence[Sequence[Mapping[str, float]]], placement: str, timeout: float, whose: str, mend: str
+    groups: Sequence[Sequence[Mapping[str, float]]], placement: str, timeout: float, whose: str, hint: str
 ) -> list[Any]:
     """Return placement groups, which all have their place; otherwise none is left, and the error says for whom."""
     ray, until = import_ray(), time.monotonic() + timeout
@@ -104,7 +104,7 @@ def _placed(
             if not group.wait(max(until - time.monotonic(), 0.0)):
                 needed = [bundle for bundles in groups for bundle in bundles]
                 raise RayClusterError(
-                    f"the Ray cluster has no room for {whose} after {timeout:g} s: they need {shortage(needed)}; {mend}"
+                    f"the Ray cluster has no room for {whose} after {timeout:g} s: they need {shortage(needed)}; {hint}"
                 )
     except BaseException as error:  # Ctrl-C included
         for group in placed:

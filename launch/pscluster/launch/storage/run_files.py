@@ -117,11 +117,11 @@ def explained(path: str, problem: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        mend = ""
+        hint = ""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            mend = "; make room there, or give RunConfig(storage=) another place"
+            hint = "; make room there, or give RunConfig(storage=) another place"
         elif isinstance(error, PermissionError):
-            mend = "; give RunConfig(storage=) a folder that this user may write"
+            hint = "; give RunConfig(storage=) a folder that this user may write"
         elif isinstance(error, ImportError):
-            mend = "; install what fsspec needs for that URL, on the workers, too"
-        raise CheckpointError(f"{path} {problem}: {why}{mend}") from error
+            hint = "; install what fsspec needs for that URL, on the workers, too"
+        raise CheckpointError(f"{path} {problem}: {why}{hint}") from error

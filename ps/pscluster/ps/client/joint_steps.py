@@ -78,10 +78,10 @@ MAX_BYTES = 4 << 20
 """Of the updates of one commit."""
 
 
-class _Said(enum.IntEnum):
-    """What else replicas tell each other: places behind the gradients of the first type."""
+class _Flag(enum.IntEnum):
+    """What else replicas tell each other: elements that follow the gradients of the first type."""
 
-    NOT_ALIKE = 0  # this step is not like the others
+    DIFFERENT = 0  # this step is not like the others
     COMMIT = 1  # after this step
 
 
@@ -141,13 +141,13 @@ def fits(items: Items, large: Forms, reads: Reads) -> tuple[Forms, Forms] | None
 
 
 class _Sum:
-    """The gradients of one type, one behind the other, then a weight for each, and what else there is to say."""
+    """The gradients of one type, one after the other, then a weight for each, and flags."""
 
     def __init__(self, dtype: np.dtype[Any], forms: Sequence[GradientForm]) -> None:
         self.dtype, self._forms = dtype, forms
         self._size = sum(form.size for form in forms)
         self._weighted = any(form.weighted for form in forms)
-        self.own = np.zeros(self._size + len(forms) + len(_Said), dtype)
+        self.own = np.zeros(self._size + len(forms) + len(_Flag), dtype)
 
     def begin(self, gradients: Mapping[tuple[int, int], Kept] | None) -> None:
         """Take this replica's gradients; None: it has others."""
@@ -165,13 +165,13 @@ class _Sum:
                     np.multiply(target, own[self._size + place], out=target)
                 at += form.size
 
-    def say(self, *, not_alike: bool, commit: bool) -> None:
-        """Take what else to say."""
-        self.own[-len(_Said) :] = not_alike, commit
+    def set_flags(self, *, different: bool, commit: bool) -> None:
+        """Set what this replica tells the others."""
+        self.own[-len(_Flag) :] = different, commit
 
-    def said(self, total: Array) -> Array:
-        """Return how many replicas have said what, by `_Said`."""
-        return total[-len(_Said) :]
+    def flags(self, total: Array) -> Array:
+        """Return how many replicas have set each `_Flag`."""
+        return total[-len(_Flag) :]
 
     def divide(self, total: Array) -> None:
         """Divide the gradients that are to be averaged by the sum of their weights."""
@@ -243,13 +243,13 @@ class JointSteps:
         for of_type in self._sums:
             of_type.begin(gradients if alike else None)
         full = self._is_full or time.monotonic() - self._begin > MAX_SECONDS
-        self._sums[0].say(not_alike=not alike, commit=full)
+        self._sums[0].set_flags(different=not alike, commit=full)
         totals = {of_type.dtype: self._replica.summed(of_type.own, "all gradients of a step") for of_type in self._sums}
-        said = self._sums[0].said(totals[self._sums[0].dtype])
-        if said[_Said.NOT_ALIKE]:
+        flags = self._sums[0].flags(totals[self._sums[0].dtype])
+        if flags[_Flag.DIFFERENT]:
             return False
         self.taken += 1
-        self._commit_due = bool(said[_Said.COMMIT])
+        self._commit_due = bool(flags[_Flag.COMMIT])
         for of_type in self._sums:
             of_type.divide(totals[of_type.dtype])
         for form, gradient in self.copies.apply(totals):

@@ -344,12 +344,12 @@ def _explained(update: ShardUpdate, error: UnencodableError, row: int, column: i
         index[:1] = map(update.encoding.row_id, index[:1])
         place = f"element {index}"
     finite = np.isfinite(error.value)
-    mend = (
+    hint = (
         'clip gradients, or make the variable with wire_dtype="bfloat16"'
         if finite
         else 'give the optimizer nonfinite="skip", or make the variable with wire_dtype="bfloat16"'
     )
     return (
         f"variable {update.name!r}: the gradient of {place}, with what is left of earlier ones, has the value {error}. "
-        f"Nothing was sent: {mend}"
+        f"Nothing was sent: {hint}"
     )

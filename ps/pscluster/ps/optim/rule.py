@@ -29,7 +29,7 @@ Buffers = Sequence[Array]
 
 def hyperparameter(default: float, **limits: Unpack[checks.Limits]) -> float:
     """Declare a hyperparameter of a rule: a field with its default, and the limits that `UpdateRule` checks."""
-    check = partial(checks.real, mend=f": the default is {default:g}", **limits)
+    check = partial(checks.real, hint=f": the default is {default:g}", **limits)
     declared: float = field(default=default, metadata=checks.checked(check))
     return declared
 

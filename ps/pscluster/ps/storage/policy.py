@@ -110,7 +110,7 @@ class LogPlan:
         """Mark the log as broken: the records of open tickets will not be written."""
         self.broken = reason
 
-    def mended(self) -> None:
+    def repaired(self) -> None:
         """Mark the log as whole: a generation is saved that began once the log was broken and `all_ended`."""
         self.broken = ""
 

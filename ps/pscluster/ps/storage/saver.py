@@ -212,7 +212,7 @@ class StateSaver:
         job.before = None if job.saved is None or has_arrivals(job.saved, manifest) else job.saved
         job.saved, job.sizes = manifest, sizes_of(manifest)
         if self._log is not None and broken:
-            self._log.mended()
+            self._log.repaired()
         self._remove_unused(job)
         reach("ps.generation.after")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.ps.server.synchronous.run import Place, Run, Verdict
+from pscluster.ps.server.synchronous.run import ContributionDecision, Place, Run
 from pscluster.ps.server.synchronous.runs import Runs
 from pscluster.v1 import ps_pb2
 
@@ -89,12 +89,12 @@ class Steps(RuleBasedStateMachine):
         try:
             if server is self.decider and not self.admitted_again(contributed):
                 return
-            verdict = server.admit(step, epoch, replica, REPLICAS)
+            decision = server.admit(step, epoch, replica, REPLICAS)
         except StaleError:
             late = server is self.other and step < server.applied
             assert late or not current, "a replica of this epoch was refused"
             return
-        if verdict is Verdict.STAGE:
+        if decision is ContributionDecision.STAGE:
             server.staged[replica] = contributed
             if server is self.other:
                 self.logged.append(contributed)

@@ -156,7 +156,7 @@ def test_a_log_that_is_full_and_has_room_again(other: Server, monkeypatch: pytes
 
 
 def test_a_log_that_breaks_does_not_lose_what_was_staged_before(other: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generation that mends it makes the old segment obsolete: what is staged must be in the new one by then."""
+    """The generation that repairs it makes the old segment obsolete: what is staged must be in the new one by then."""
     stage_both(other)
     disk = Trouble(monkeypatch, "pwritev", "log-")
     found: list[Server] = []
@@ -298,7 +298,7 @@ def test_a_step_that_could_not_be_logged_is_finished_before_anything_else(
     assert first.restarted().value() == 0
     disk.armed = full.armed = False
     first.manager.save()
-    until(lambda: not first.manager._log or not first.manager._log.broken, "the log is mended")
+    until(lambda: not first.manager._log or not first.manager._log.broken, "the log is repaired")
     assert first.send(OPEN, 0, epoch=2).committed == 1
     assert first.value() == first.restarted().value() == 3
     assert first.restarted().send(OPEN, 0, epoch=3).committed == 1

@@ -747,7 +747,7 @@ def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch
                 disk.go.set()
         assert raised == []
 
-        until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
+        until(lambda: not (manager._log and manager._log.broken), "the log is repaired", lambda: manager.words)
         assert client.send(made).repeated_ == 1
         no_more_generations(manager)
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [1] * 3
@@ -769,7 +769,7 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
             with pytest.raises(UnavailableError):
                 client.send(made)
             log_disk.armed = False
-        until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
+        until(lambda: not (manager._log and manager._log.broken), "the log is repaired", lambda: manager.words)
         no_more_generations(manager)
         assert client.send(made).repeated_ == 2
         again = found_in(killed(tmp_path / "s"))
@@ -803,7 +803,7 @@ def test_a_break_with_many_in_progress(tmp_path: Path, monkeypatch: pytest.Monke
                 already, disk.armed = disk.raised, True
                 until(functools.partial(failed_since, already), "the disk fails")
                 disk.armed = False
-                until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
+                until(lambda: not (manager._log and manager._log.broken), "the log is repaired", lambda: manager.words)
 
         def failed_since(already: int) -> bool:
             return disk.raised > already or over.is_set()

@@ -42,9 +42,9 @@ from pscluster.core.transport.base import Stream
 from pscluster.core.transport.frames import Buffer, parts_of
 from pscluster.core.transport.watchdog import Liveness, WatchedCall, watch
 from pscluster.v1 import worker_pb2
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.gang import Gang, Member
 from pscluster.worker.collectives.mailbox import Mailbox, Posted
-from pscluster.worker.collectives.ways import Ways
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,16 @@ _SILENT = "its worker does not answer: it is frozen, or cut off"
 class Link:
     """The exchange that this member has opened with another one."""
 
-    def __init__(self, member: Member, opening: worker_pb2.Opening, ways: Ways, seconds: float) -> None:
-        """Take the ways to the members, and how long a worker may be silent before it is asked."""
+    def __init__(self, member: Member, opening: worker_pb2.Opening, pool: ConnectionPool, seconds: float) -> None:
+        """Take the pool to the members, and how long a worker may be silent before it is asked."""
         self.member = member
         self.sent = 0  # messages of collectives
         self.begun = 0  # number of the last collective whose signature was sent
         self.ready = threading.Event()  # it is open, or broken
         self.on_ended: Callable[[worker_pb2.ExchangeReply], None] = lambda _reply: None
         self.on_broken: Callable[[PsClusterError], None] = lambda _error: None
-        self._opening, self._ways, self._seconds = opening, ways, seconds
-        self._liveness = Liveness(functools.partial(ways.answers, member), seconds)
+        self._opening, self._pool, self._seconds = opening, pool, seconds
+        self._liveness = Liveness(functools.partial(pool.answers, member), seconds)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._watched: WatchedCall | None = None
@@ -78,9 +78,9 @@ class Link:
 
     def start(self) -> None:
         """Open it: now if that takes no time, otherwise soon."""
-        if (stream := self._ways.open_idle(self.member)) is not None:
+        if (stream := self._pool.open_idle(self.member)) is not None:
             self._begin(stream)
-        self._ways.threads.run(self._run)
+        self._pool.threads.run(self._run)
 
     def _run(self) -> None:
         try:
@@ -100,7 +100,7 @@ class Link:
     def _exchange(self) -> PsClusterError | None:
         """Open the stream, and receive what the other member says. Return why it broke; None at its proper end."""
         try:
-            stream = self._stream or self._ways.open(self.member, self._report)
+            stream = self._stream or self._pool.open(self.member, self._report)
             if stream is not self._stream:
                 self._begin(stream)
             while True:
@@ -177,8 +177,8 @@ class Link:
 class MemberLinks:
     """All links of one member's function, and its mailbox: see `algorithms.Links`."""
 
-    def __init__(self, gang: Gang, ways: Ways, function: FunctionContext) -> None:
-        self.gang, self._ways, self._function = gang, ways, function
+    def __init__(self, gang: Gang, pool: ConnectionPool, function: FunctionContext) -> None:
+        self.gang, self._pool, self._function = gang, pool, function
         self.rank, self.size = gang.rank, gang.size
         self.mailbox = Mailbox(gang.rank, gang.names, self._wait)
         self._lock = threading.Lock()
@@ -263,11 +263,11 @@ class MemberLinks:
             if (link := self._links.get(rank)) is not None:
                 return link
             member = self.gang.members[rank]
-            link = Link(member, self.gang.opening(rank), self._ways, self.gang.seconds)
+            link = Link(member, self.gang.opening(rank), self._pool, self.gang.seconds)
             link.on_ended = lambda reply: self.mailbox.ended(rank, reply)
             link.on_broken = lambda error: self.mailbox.broke(rank, error)
             self._links[rank] = link
-            self._ways.links.add(link)
+            self._pool.links.add(link)
         link.start()
         return link
 
@@ -304,7 +304,7 @@ class MemberLinks:
             if rank >= self.size or self.gang.runs_beside(rank):
                 continue
             member = self.gang.members[rank]
-            if not self._ways.answers(member, min(PROBE_SECONDS, max(1.0, seconds / 2))):
+            if not self._pool.answers(member, min(PROBE_SECONDS, max(1.0, seconds / 2))):
                 silent.append(member)
                 if len(silent) > spare:
                     names = " and ".join(map(str, silent))

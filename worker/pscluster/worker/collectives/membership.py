@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.v1 import worker_pb2
+from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.incoming import Gangs
 from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.collectives.replica import ReplicaContext
-from pscluster.worker.collectives.ways import Ways
 
 _OUTCOMES = worker_pb2.ExchangeReply
 
@@ -20,15 +20,15 @@ _OUTCOMES = worker_pb2.ExchangeReply
 class Membership:
     """The gangs that one attachment's functions are in. Thread-safe."""
 
-    def __init__(self, ways: Ways) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.gangs = Gangs()
-        self._ways = ways
+        self._pool = pool
 
     @contextmanager
     def member(self, message: worker_pb2.Gang, function: FunctionContext) -> Iterator[None]:
         """Make the function in the block a member of a gang. The others learn how it ends."""
         gang = Gang.of(message)
-        links = MemberLinks(gang, self._ways, function)
+        links = MemberLinks(gang, self._pool, function)
         hosted = self.gangs.begin(gang, links.mailbox)
         function.replica = ReplicaContext(links)
         kind, reason = _OUTCOMES.RETURNED, ""
@@ -49,4 +49,4 @@ class Membership:
     def close(self) -> None:
         """Refuse exchanges, and break those that are open: the attachment is over."""
         self.gangs.close()
-        self._ways.close()
+        self._pool.close()

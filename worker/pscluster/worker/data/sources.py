@@ -310,10 +310,10 @@ def source_of(data: Any) -> Source | Blocks:
         given = f"a dict whose {odd[0]}" if odd else "an empty dict"
         raise TypeError(f"{given} is not a source of examples: give arrays with one example per row, by name")
     if hasattr(data, "iloc"):
-        mend = "its columns, {name: frame[name].to_numpy() for name in frame}"
+        hint = "its columns, {name: frame[name].to_numpy() for name in frame}"
         if getattr(data, "ndim", 2) == 1:
-            mend = "its values, series.to_numpy()"
-        raise TypeError(f"{describe(data)} is not a source: give {mend}")
+            hint = "its values, series.to_numpy()"
+        raise TypeError(f"{describe(data)} is not a source: give {hint}")
     if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         raise TypeError(
             f"{describe(data)} is not a source, as it has its own order: pass loader.dataset, and shuffle and batch it "

@@ -26,8 +26,8 @@ def numbers_of(label: str, values: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any
     """Return an array of numbers in this type. TypeError if it has others."""
     array = array_of(label, values)
     if array.dtype.kind not in "iufb" and array.dtype.name != "bfloat16":
-        mend = "convert it, for instance with astype(float)"
-        raise TypeError(f"{label} takes numbers, not an array of {array.dtype}: {mend}")
+        hint = "convert it, for instance with astype(float)"
+        raise TypeError(f"{label} takes numbers, not an array of {array.dtype}: {hint}")
     return array.astype(dtype, copy=False)
 
 

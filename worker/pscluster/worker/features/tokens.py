@@ -64,10 +64,10 @@ def texts_of(label: str, values: Any) -> tuple[list[str], tuple[int, ...]]:
         return [item.decode() if isinstance(item, bytes) else str(item) for item in flat], array.shape
     wrong = next(item for item in flat if not isinstance(item, str | bytes))
     if wrong is None or wrong != wrong:  # NaN, as pandas has it
-        mend = "replace what is missing by a string"
+        hint = "replace what is missing by a string"
     else:
-        mend = "use an IntegerLookup" if isinstance(wrong, int) else "convert them, for instance with astype(str)"
-    raise TypeError(f"{label} takes strings, not {wrong!r} of type {type(wrong).__name__}: {mend}")
+        hint = "use an IntegerLookup" if isinstance(wrong, int) else "convert them, for instance with astype(str)"
+    raise TypeError(f"{label} takes strings, not {wrong!r} of type {type(wrong).__name__}: {hint}")
 
 
 def different_texts_of(label: str, values: Any) -> tuple[list[str], npt.NDArray[Any] | None, tuple[int, ...]]:

@@ -73,9 +73,9 @@ def check_room(held: HeldVariable, shard: Shard, ids: RowIds, optimizer: HeldOpt
     What room a table with policies has is known only to `decide`.
     """
     if not has_policy(held.spec.table):
-        rows, (limit, mend) = rows_of(shard, held.spec.table.dim), _limit_of(held, shard, optimizer)
+        rows, (limit, hint) = rows_of(shard, held.spec.table.dim), _limit_of(held, shard, optimizer)
         if len(ids) > limit - rows.count and len(missing := rows.missing(ids)) > limit - rows.count:
-            raise _full(held, rows, limit, missing, mend)
+            raise _full(held, rows, limit, missing, hint)
 
 
 def decide(
@@ -98,7 +98,7 @@ def decide(
         going = _expired(table.eviction, shard, rows, places, table_policy.window_for_expiry(len(ids)), now)
     if not len(new):
         return RowChanges(places, new, rows.ids_at(going), now)
-    limit, mend = _limit_of(held, shard, optimizer)
+    limit, hint = _limit_of(held, shard, optimizer)
     over = rows.count - len(going) + len(new) - limit
     if over > 0 and table.HasField("eviction"):
         if table.eviction.kind in NEED_LIMIT:
@@ -107,7 +107,7 @@ def decide(
             going = _expired(table.eviction, shard, rows, places, rows.count, now)
         over = rows.count - len(going) + len(new) - limit
     if over > 0:
-        raise _full(held, rows, limit, new, mend)
+        raise _full(held, rows, limit, new, hint)
     return RowChanges(places, new, rows.ids_at(going), now)
 
 
@@ -276,9 +276,9 @@ def _slots_to_come(shard: Shard, optimizer: HeldOptimizer) -> Mapping[str, objec
     return optimizer.rule.slots if known is None else {}
 
 
-def _full(held: HeldVariable, rows: TableRows, limit: int, missing: RowIds, mend: str) -> InvalidUpdateError:
+def _full(held: HeldVariable, rows: TableRows, limit: int, missing: RowIds, hint: str) -> InvalidUpdateError:
     return InvalidUpdateError(
         f"table {held.spec.name!r} is full: a shard has {rows.count:,} rows and room for "
         f"{max(limit - rows.count, 0):,} more, and an update has {len(missing):,} new ids, such as "
-        f"{shown(missing[-1])}: {mend}"
+        f"{shown(missing[-1])}: {hint}"
     )

@@ -37,7 +37,7 @@ _MAX_DELETED = 256
 _MAX_DELETED_EVALUATIONS = 256
 """The most deletions by evaluation that are remembered, so that late copies of creations are refused."""
 
-_MEND = ": it was deleted, or is of an earlier job; make it again, and the functions that use it"
+_HINT = ": it was deleted, or is of an earlier job; make it again, and the functions that use it"
 """What to do about a name that is unknown."""
 
 
@@ -256,11 +256,11 @@ def described(
         ]
     for name in variables:
         if name not in by_name:
-            raise UnknownVariableError(f"there is no variable {name!r} in this job{_MEND}")
+            raise UnknownVariableError(f"there is no variable {name!r} in this job{_HINT}")
         reply.variables.append(by_name[name].spec)
     for name in optimizers:
         if name not in rules:
-            raise UnknownVariableError(f"there is no optimizer {name!r} in this job{_MEND}")
+            raise UnknownVariableError(f"there is no optimizer {name!r} in this job{_HINT}")
         spec = reply.optimizers.add()
         spec.CopyFrom(rules[name])
         shards = (shard for held in held_variables for shard in held.shards.values())

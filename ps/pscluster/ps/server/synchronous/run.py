@@ -74,12 +74,12 @@ class Place(enum.Enum):
     UNKNOWN = enum.auto()  # some have not, here, and go on as if they had
 
 
-class Verdict(enum.Enum):
+class ContributionDecision(enum.Enum):
     """What becomes of a contribution."""
 
     STAGE = enum.auto()
-    KNOWN = enum.auto()  # a repetition: it is staged
-    APPLIED = enum.auto()  # a repetition, on server 0: its step has been applied
+    DUPLICATE = enum.auto()  # it is staged already
+    APPLIED = enum.auto()  # a duplicate, on server 0: its step has been applied
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Run(Generic[T]):
         self.applied = step
         return False
 
-    def admit(self, step: int, epoch: int, replica: int, replicas: int, together: int = 0) -> Verdict:
+    def admit(self, step: int, epoch: int, replica: int, replicas: int, together: int = 0) -> ContributionDecision:
         """Decide on a contribution to so many steps, after `due`. A later epoch begins with it.
 
         StaleError if it is of an earlier epoch, ProtocolError if it contradicts the others.
@@ -153,7 +153,7 @@ class Run(Generic[T]):
         self._check_epoch(epoch)
         if step < self.applied:
             if self.server == 0:
-                return Verdict.APPLIED
+                return ContributionDecision.APPLIED
             # No replica goes on before it has the answer to what it stages. So this is a late copy, whose answer is not
             # read, or server 0 does not know of steps that it has decided.
             raise StaleError(
@@ -162,10 +162,10 @@ class Run(Generic[T]):
             )
         self._begin(epoch, replica, replicas)
         if replica in self.staged:
-            return Verdict.KNOWN
+            return ContributionDecision.DUPLICATE
         if together:
             self._agree(together)
-        return Verdict.STAGE
+        return ContributionDecision.STAGE
 
     def _agree(self, together: int) -> None:
         if together > MAX_TOGETHER or (self.backup and together > 1):

@@ -38,7 +38,7 @@ from pscluster.ps.server.synchronous.combine import (
     parts_of_payload,
 )
 from pscluster.ps.server.synchronous.disagreement import disagreement_of
-from pscluster.ps.server.synchronous.run import Place, Run, Verdict
+from pscluster.ps.server.synchronous.run import ContributionDecision, Place, Run
 from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
@@ -120,8 +120,8 @@ class StepPath:
                 place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
                 if place is not Place.ADMITTED:
                     return place
-            verdict = run.admit(of.step, of.epoch, of.replica, of.replicas, of.together or 1)
-            if verdict is Verdict.STAGE:
+            decision = run.admit(of.step, of.epoch, of.replica, of.replicas, of.together or 1)
+            if decision is ContributionDecision.STAGE:
                 if not run.staged:  # a coordinator settles the runs of the one before, before it begins one
                     runs.drop(lambda staged: staged.request.job != contribution.request.job)
                 _check_room(contribution, runs.contributions())
@@ -163,7 +163,7 @@ class StepPath:
         with store.runs.changed:
             run = store.runs.idle(of.run)
             update_checks.admit(store, request)  # again: the job may have been taken over since
-            if run.admit(of.step, of.epoch, of.replica, of.replicas) is not Verdict.APPLIED:
+            if run.admit(of.step, of.epoch, of.replica, of.replicas) is not ContributionDecision.APPLIED:
                 run.disagreement = run.disagreement or disagreement_of(store, run, of)
                 run.reducing[of.replica] = of
             if run.disagreement:

@@ -116,10 +116,10 @@ class Log:
             self._end, self._allocated, self._records = end, size, 0
             return bool(self._plan.broken)
 
-    def mended(self) -> None:
+    def repaired(self) -> None:
         """Resume: a generation that was begun after the failure is saved."""
         with self._changed:
-            self._plan.mended()
+            self._plan.repaired()
             self._changed.notify_all()
 
     @property

@@ -24,7 +24,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 def need_arrow(module: str = "pyarrow") -> Any:
-    """Return pyarrow, or a module of it. MisuseError, with the mend, if it is not installed."""
+    """Return pyarrow, or a module of it. MisuseError, with a hint, if it is not installed."""
     try:
         return importlib.import_module(module)  # waits for another thread that imports it, as sys.modules does not
     except ImportError as error:

@@ -79,8 +79,8 @@ class Csv(_Columns):
             line = None if row is None else row + (first and self.has_header)
             if row is not None and not self.quoted_breaks:
                 line = nth_line(data, row) + (first and self.has_header)
-        mend = "; or give other types= for its columns" if "conversion" in why else ""
-        raise BadLineError(line, f"can't be parsed: {why}{mend}")
+        hint = "; or give other types= for its columns" if "conversion" in why else ""
+        raise BadLineError(line, f"can't be parsed: {why}{hint}")
 
 
 def read_csv(csv_format: Csv, data: bytes, schema: Any = None, *, use_threads: bool = True) -> Any:
@@ -134,9 +134,9 @@ class JsonLines(_Columns):
     def check(self, file: DataFile, head: bytes) -> None:
         """Raise ValueError if it does not begin with an object."""
         if (begin := head.removeprefix(BOM).lstrip()) and not begin.startswith(b"{"):
-            mend = ": write one object a line, not a list of them" if begin.startswith(b"[") else ""
+            hint = ": write one object a line, not a list of them" if begin.startswith(b"[") else ""
             raise ValueError(
-                f"{file.path!r} is not {self.kind}: it begins with {begin[:20].decode(errors='replace')!r}{mend}"
+                f"{file.path!r} is not {self.kind}: it begins with {begin[:20].decode(errors='replace')!r}{hint}"
             )
 
     def parse(self, data: bytes, *, first: bool, where: str) -> Any:

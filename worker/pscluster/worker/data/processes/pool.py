@@ -277,8 +277,8 @@ class Pool:
         logger.warning("process %d of a dataset's map %s%s", pid, how, where)
         if death.failed and death.task is not None:
             kind = TimeoutError if overdue else RuntimeError
-            mend = "; map(..., timeout=) sets the limit" if overdue else ""
-            message = f"process {pid} {how}{where}; this was attempt {ATTEMPTS}, and the last{mend}"
+            hint = "; map(..., timeout=) sets the limit" if overdue else ""
+            message = f"process {pid} {how}{where}; this was attempt {ATTEMPTS}, and the last{hint}"
             self._fail([death.task], kind(message))
 
     def _fail(self, tasks: list[int], error: Exception) -> None:

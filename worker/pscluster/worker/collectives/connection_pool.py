@@ -1,4 +1,4 @@
-"""The ways to other workers, for members of gangs: channels and connections, kept from one gang to the next."""
+"""Connections to other workers, for members of gangs, kept from one gang to the next: channels and data streams."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SEND_BYTES = 1 << 20
 one a core changes between them so often that an all-reduce of 40 MiB among four takes a fifth longer."""
 
 
-class _Way:
-    """The way to one incarnation of a worker."""
+class _PeerConnection:
+    """The connection to one incarnation of a worker."""
 
     def __init__(self, peer: PeerAddress, incarnation: int, identity: node_pb2.Identity) -> None:
         self.peer, self.incarnation, self._identity = peer, incarnation, identity
@@ -75,53 +75,53 @@ class _Way:
                 channel.close()
 
 
-class Ways:
-    """The ways to other workers, kept from one gang to the next. Thread-safe."""
+class ConnectionPool:
+    """Connections to other workers, kept from one gang to the next. Thread-safe."""
 
     def __init__(self, identity: node_pb2.Identity, options: RoleOptions) -> None:
         self._identity, self._options = identity, options
         self._lock = threading.Lock()
-        self._ways: dict[int, _Way] = {}
+        self._connections: dict[int, _PeerConnection] = {}
         self.links: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # that are open, or will be
         self.threads = KeptThreads("exchange")
 
     def open(self, member: Member, report: Callable[[Any], None]) -> Stream:
         """Open an exchange with a member. Raises grpc.RpcError, or one of our errors."""
-        return self._way(member).open(report)
+        return self._connection_to(member).open(report)
 
     def open_idle(self, member: Member) -> Stream | None:
         """Open an exchange with a member on a connection that another gang has left. None if there is none."""
         with self._lock:
-            way = self._ways.get(member.worker)
-            if way is None or not way.leads_to(member):
+            connection = self._connections.get(member.worker)
+            if connection is None or not connection.leads_to(member):
                 return None
-        return way.open_idle()
+        return connection.open_idle()
 
     def answers(self, member: Member, seconds: float) -> bool:
         """Return whether a member's worker answers within this many seconds: if not, it is frozen or cut off."""
-        return self._way(member).answers(seconds)
+        return self._connection_to(member).answers(seconds)
 
-    def _way(self, member: Member) -> _Way:
+    def _connection_to(self, member: Member) -> _PeerConnection:
         options, outdated = self._options, None
         with self._lock:
-            way = self._ways.get(member.worker)
-            if way is None or not way.leads_to(member):
+            connection = self._connections.get(member.worker)
+            if connection is None or not connection.leads_to(member):
                 peer = PeerAddress(
                     "worker", member.worker, member.address, options.tls, options.token, tls_name=member.tls_name
                 )
                 peer.check_plain(insecure=options.insecure)
                 # A new incarnation may be a new process: connections to the old one would only seem to be usable.
-                outdated, way = way, _Way(peer, member.incarnation, self._identity)
-                self._ways[member.worker] = way
+                outdated, connection = connection, _PeerConnection(peer, member.incarnation, self._identity)
+                self._connections[member.worker] = connection
         if outdated is not None:
             outdated.close()
-        return way
+        return connection
 
     def close(self) -> None:
         with self._lock:
-            ways, self._ways = list(self._ways.values()), {}
+            connections, self._connections = list(self._connections.values()), {}
         for link in list(self.links):
             link.cancel()
-        for way in ways:
-            way.close()
+        for connection in connections:
+            connection.close()
         self.threads.close()
