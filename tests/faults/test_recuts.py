@@ -222,7 +222,7 @@ def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
     ]
     assert max(moved) <= 1.3 * np.mean(moved)
     assert strategy.plan().peak <= 1.3
-    with pytest.raises(MisuseError, match="the plan no longer fits: variable 'table' has 16 shards by now, not 2"):
+    with pytest.raises(MisuseError, match="the plan no longer fits: variable 'table' now has 16 shards, not 2"):
         strategy.apply(plan)
     # Checkpoints are restored from one cut into the other.
     Checkpoint(strategy).write(str(tmp_path / "after"))

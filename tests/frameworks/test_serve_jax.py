@@ -256,7 +256,7 @@ def test_what_to_do_with_nan_is_the_optimizers_policy_if_it_has_one(strategy: Pa
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"a": 1.0, "b": jnp.ones(2, jnp.int32)}, MisuseError, "no array of floating elements to serve in a dict"),
+        ({"a": 1.0, "b": jnp.ones(2, jnp.int32)}, MisuseError, "no floating-point array to serve in a dict"),
         ({"w": jnp.ones(2), "key": jax.random.key(0)}, MisuseError, "'key' is a random key"),
         ({"params": jnp.ones(2), "batch_stats": jnp.ones(2)}, MisuseError, r"state=variables\['batch_stats'\], which"),
         ({"w": jnp.ones(2), "taken": jnp.ones(1)}, MisuseError, "already a variable 'params/taken'"),

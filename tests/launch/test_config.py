@@ -28,7 +28,7 @@ def test_aliases() -> None:
         (ScalingConfig, {"workers": -1}, ValueError, "workers is -1"),
         (ScalingConfig, {"workers": 1.5}, ValueError, "workers is 1.5"),
         (ScalingConfig, {"ps": 0}, ValueError, "ps is 0"),
-        (ScalingConfig, {"workers": (3, 2)}, ValueError, r"workers is \(3, 2\), of which the first is the larger one"),
+        (ScalingConfig, {"workers": (3, 2)}, ValueError, r"workers is \(3, 2\), whose first number is the larger one"),
         (ScalingConfig, {"workers": (0, 2)}, ValueError, "workers is 0"),
         (ScalingConfig, {"workers": (2, 4, 8)}, ValueError, r"give a number, or \(fewest, most\), such as \(2, 8\)"),
         (ScalingConfig, {"join_timeout": 0}, ValueError, "join_timeout is 0"),

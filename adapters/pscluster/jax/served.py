@@ -1,6 +1,6 @@
 """Pytrees of parameters on the parameter servers.
 
-The arrays with floating elements become variables, one each, named by their paths. What else there is in the tree, such
+The floating-point arrays become variables, one each, named by their paths. What else there is in the tree, such
 as the activation functions of an equinox module, or integers, travels with the functions that use it.
 
 What else a model carries along, such as the statistics of batch normalization, can be served beside it: see `state`.
@@ -254,8 +254,8 @@ class ServedParams:
         if gradient is None or callable(gradient) or getattr(gradient, "dtype", None) == _float0():
             return
         raise InvalidUpdateError(
-            f"there is a gradient for {path!r}, which is not served, since it was no array of floating elements: "
-            "nothing was applied; make it one before it is served, or leave its gradient out (None)"
+            f"there is a gradient for {path!r}, which is not served, since it was not a floating-point array: nothing "
+            "was applied; convert it before it is served, or give None as its gradient"
         )
 
     def __repr__(self) -> str:
@@ -275,7 +275,7 @@ def serve(params: Any, optimizer: Optimizer, *, state: Any = None, name: str = "
 
     Args:
         params: nested dicts, lists and tuples, parameters of flax (`nnx.split(model, nnx.Param, ...)[1]`, or what
-            linen's `init` returns), an equinox module, or any other pytree. Its arrays with floating elements are
+            linen's `init` returns), an equinox module, or any other pytree. Its floating-point arrays are
             served, each as a variable; all other leaves stay as they are.
         optimizer: one of `pscluster.coordinator.optimizers`, made in the same scope.
         state: a pytree of what steps change otherwise than by gradients, such as the statistics of batch normalization:
@@ -325,7 +325,7 @@ def serve(params: Any, optimizer: Optimizer, *, state: Any = None, name: str = "
             value = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
             parameters[own] = Parameter(value, trainable=not prefix)
         if not parameters:
-            raise MisuseError(f"there is no array of floating elements to serve in {type_of(params)}: give parameters")
+            raise MisuseError(f"there is no floating-point array to serve in {type_of(params)}: give parameters")
     whole = params if state is None else (params, state)
     skeleton = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(whole), range(len(paths)))
     variables = create_variables(parameters, f"serve({name!r})")

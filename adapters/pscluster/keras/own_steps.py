@@ -73,7 +73,7 @@ class AppliedGradients:
         """Raise MisuseError if the step has changed these weights by itself."""
         if names := [variable.path for variable in changed]:
             raise MisuseError(
-                f"{self._name}.train_step changes {', '.join(names[:3])} otherwise than by self.optimizer, which the "
+                f"{self._name}.train_step changes {', '.join(names[:3])} without self.optimizer, which the "
                 "servers would not see: apply gradients with it, once a step, or schedule a step of your own "
                 "(docs/jax.md)"
             )

@@ -87,8 +87,8 @@ class LocalModule:
             if differences:
                 raise MisuseError(
                     f"the module made here is not the one that was served: it has {', '.join(differences[:3])}. Its "
-                    "function must make the same everywhere: serve it again after a change, and install the same "
-                    "versions on all workers"
+                    "function must make the same module everywhere: serve it again after a change, and install the "
+                    "same versions on all workers"
                 )
 
     # A step
@@ -140,7 +140,7 @@ class LocalModule:
             raise MisuseError(
                 f"the block trains {', '.join(map(repr, thawed[:5]))}, and this was frozen (requires_grad=False) when "
                 "it was served, so it has no optimizer: nothing is pushed. Serve it with requires_grad, and freeze it "
-                "in the blocks that shall not train it"
+                "in the blocks that should not train it"
             )
         parameters = zip(self._structure.parameters.items(), self._versions, strict=True)
         if changed := [name for (name, parameter), before in parameters if parameter._version != before]:

@@ -62,7 +62,7 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
     if group.get("maximize"):
         raise ValueError(f"the {kind} has maximize=True: change the sign of the loss instead")
     if optimizer.state and not is_new:  # Adagrad begins with some
-        logger.warning("the state of the %s, such as its moments, is not taken over: it begins anew", kind)
+        logger.warning("the state of the %s, such as its moments, is not taken over: it starts from zero", kind)
     result, differs = make(kind, group, common)
     if differs:
         logger.info("torch.optim.%s on the servers: %s", kind, differs)

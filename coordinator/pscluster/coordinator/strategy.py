@@ -392,7 +392,7 @@ class ParameterServerStrategy(Strategy):
             cluster = None
         elif cluster is None and context.role_server is None:
             raise MisuseError(
-                "give the address of the server to add: the coordinator has none, at which one could register"
+                "give the address of the server to add: this coordinator has no address at which one could register"
             )
         peer = servers.next_waiting(context, timeout) if address is None and cluster is None else None
         if cluster is not None:

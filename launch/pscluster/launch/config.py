@@ -87,7 +87,7 @@ def _workers(workers: object) -> int | tuple[int, int]:
         checks.whole("workers", number, " in (fewest, most)", at_least=1, at_most=1000) for number in workers
     )
     if fewest > most:
-        raise ValueError(f"workers is ({fewest}, {most}), of which the first is the larger one: give (fewest, most)")
+        raise ValueError(f"workers is ({fewest}, {most}), whose first number is the larger one: give (fewest, most)")
     return fewest, most
 
 

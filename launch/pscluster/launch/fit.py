@@ -319,7 +319,7 @@ class Fit:
         except PsClusterError as error:
             question.fail(error)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            question.fail(ProtocolError(f"a question of rank {question.rank} makes no sense: {error!r}"))
+            question.fail(ProtocolError(f"a question of rank {question.rank} is invalid: {error!r}"))
         else:
             self._do(actions)
 

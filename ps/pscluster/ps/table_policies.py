@@ -125,4 +125,4 @@ def check_policies(spec: ps_pb2.VariableSpec) -> None:
             case _ if spec.table.HasField("eviction"):
                 raise ValueError(f"eviction {eviction.kind}")
     except (TypeError, ValueError) as error:
-        raise ProtocolError(f"table {spec.name!r} has a policy that can't be: {error}") from None
+        raise ProtocolError(f"table {spec.name!r} has an invalid policy: {error}") from None

@@ -100,9 +100,7 @@ def test_why_a_plan_does_not_fit() -> None:
     assert misfit(plan, here, 2) is None
     assert misfit(plan, {("u", 0): 0}, 2) == "variable 't' was deleted"
     assert misfit(plan, {("t", 7): 0}, 2) == f"variable 't' has no shard {move.shard} any more"
-    assert (
-        misfit(plan, {**here, ("t", move.shard): 1}, 2) == f"shard {move.shard} of 't' is on ps 1 by now, not on ps 0"
-    )
+    assert misfit(plan, {**here, ("t", move.shard): 1}, 2) == f"shard {move.shard} of 't' is now on ps 1, not on ps 0"
     assert misfit(plan, here, 1) == f"ps 1, to which shard {move.shard} of 't' was to move, was removed"
 
 

@@ -239,7 +239,7 @@ def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStra
     """Datasets that begin anew in each function; wrong arguments; and functions of a synchronous strategy."""
     table = table_of(strategy)
     dataset = coordinator.create_per_worker_dataset([1, 2, 3])
-    with pytest.raises(MisuseError, match="begins anew"):
+    with pytest.raises(MisuseError, match="starts over"):
         coordinator.schedule(lambda _: None, args=([dataset],), lookups=lambda _: [(table, [0])])
     with pytest.raises(TypeError, match="lookups must be a function"):
         coordinator.schedule(lambda: None, lookups=[(table, [0])])

@@ -128,7 +128,7 @@ def test_every_step_is_that_of_one_process(strategy: ParameterServerStrategy, mo
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
-    [("assign", "Stepping.train_step changes dense.*/kernel otherwise than by self.opt"), ("twice", "more than once")],
+    [("assign", "Stepping.train_step changes dense.*/kernel without self.opt"), ("twice", "more than once")],
 )
 def test_what_the_servers_would_not_see_is_refused(
     strategy: ParameterServerStrategy, mistake: str, message: str

@@ -49,7 +49,7 @@ class BestCheckpoint:
             except FileNotFoundError:
                 return
             except (ValueError, TypeError, LookupError):
-                logger.warning("%s/%s was not written by an evaluator: beginning anew", self.directory, BEST)
+                logger.warning("%s/%s was not written by an evaluator: starting over", self.directory, BEST)
                 return
             if name == self._monitor.name and number in folder.numbers(self.directory, whole=True):
                 self._monitor.best = value
@@ -82,7 +82,7 @@ class BestCheckpoint:
             for other in folder.numbers(self.directory, whole=False):
                 if other != number:
                     _remove(fs, folder.path_of(root, other))
-        logger.info("%s is the best until now (%s %.6g): copied to %s", path, self._monitor.name, value, copy)
+        logger.info("%s is the best so far (%s %.6g): copied to %s", path, self._monitor.name, value, copy)
         return True
 
 

@@ -273,7 +273,7 @@ def _check_saved(variable: SavedVariable) -> None:
         raise ValueError(f"{len(variable.updates)} counts of updates for {shards} shards of {variable.name!r:.80}")
     for same in itertools.chain.from_iterable(variable.named):
         if not same.function_keys or not all(0 < nth < 1 << 32 for nth in same.nth):
-            raise ValueError(f"updates of {variable.name!r:.80} by functions with keys that make no sense")
+            raise ValueError(f"updates of {variable.name!r:.80} by functions with invalid keys")
     for key in variable.arrays:
         if not _ARRAY.fullmatch(key):
             raise ValueError(f"{variable.name!r:.80} has an array {key!r:.80}: there are values, slots and averages")

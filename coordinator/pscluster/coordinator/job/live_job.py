@@ -48,7 +48,7 @@ def continue_job(request: node_pb2.AttachRequest, replies: Sequence[node_pb2.Hel
     else:
         if (count := replies[0].num_servers) not in (0, len(replies)):
             raise ConfigurationError(
-                f"job {request.job_name!r} has {count} parameter servers by now, and the coordinator's cluster lists "
+                f"job {request.job_name!r} now has {count} parameter servers, and the coordinator's cluster lists "
                 f"{len(replies)}: list all of them, or start over with ParameterServerStrategy(..., resume=False)"
             )
         request.job_id, request.coordinator_number = (

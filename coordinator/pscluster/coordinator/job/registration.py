@@ -206,7 +206,7 @@ class Registration:
         claim = ServerClaim(index, address, request.identity.boot_id, hello.store_id)
         if index >= context.client.num_servers:
             if not context.connected:
-                raise UnavailableError("the job has not begun yet")
+                raise UnavailableError("the job has not started yet")
             servers.note_waiting(context, claim, peer)
             return coordinator_pb2.RegisterReply(
                 index=index,

@@ -113,7 +113,7 @@ class ScalableCluster(SupervisedCluster):
                 lambda: self._ended.is_set() or not self._supervisor.has(task), self._grace + timeout
             )
             if left:
-                raise WaitTimeoutError(f"{task_name(task)} does not end {self._grace + timeout:g} s after SIGTERM")
+                raise WaitTimeoutError(f"{task_name(task)} is still running {self._grace + timeout:g} s after SIGTERM")
             if self._ended.is_set():
                 return False
             self._counts[task[0]] = task[1]

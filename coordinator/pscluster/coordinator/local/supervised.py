@@ -198,7 +198,7 @@ class SupervisedCluster(ClusterResolver, Monitored, StaysHere):
         if now == address:
             return ""
         return (
-            f"{task_name((role, index))} came back at {now}, where a job that has begun does not find it: make another "
+            f"{task_name((role, index))} came back at {now}, where a running job does not find it: make another "
             "strategy on this cluster, and restore a checkpoint"
         )
 

@@ -153,7 +153,7 @@ def misfit(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) 
         if server is None:
             return f"variable {move.variable!r} has no shard {move.shard} any more"
         if server != move.source:
-            return f"shard {move.shard} of {move.variable!r} is on ps {server} by now, not on ps {move.source}"
+            return f"shard {move.shard} of {move.variable!r} is now on ps {server}, not on ps {move.source}"
         if not 0 <= move.target < num_servers:
             return f"ps {move.target}, to which shard {move.shard} of {move.variable!r} was to move, was removed"
     for cut in plan.cuts:
@@ -161,7 +161,7 @@ def misfit(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) 
         if not shards:
             return f"variable {cut.variable!r} was deleted"
         if shards != cut.num_shards:
-            return f"variable {cut.variable!r} has {shards} shards by now, not {cut.num_shards}"
+            return f"variable {cut.variable!r} now has {shards} shards, not {cut.num_shards}"
     return None
 
 

@@ -132,7 +132,7 @@ class Recutter:
         context, client = self._context, self._context.client
         old = client.describe_variable(cut.variable)
         if len(old.owners) != cut.num_shards:
-            raise MisuseError(f"variable {old.name!r} has {len(old.owners)} shards by now, not {cut.num_shards}")
+            raise MisuseError(f"variable {old.name!r} now has {len(old.owners)} shards, not {cut.num_shards}")
         steps = RecutSteps(client, fresh_id(), old.id)
         if old.HasField("table"):
             sizes, row_bytes = counted(steps, old, cut.proposed)

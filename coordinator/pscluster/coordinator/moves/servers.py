@@ -46,7 +46,7 @@ def add_server(context: JobContext, peer: PeerAddress, timeout: float, *, hold: 
     with open_peer_channel(peer) as channel:
         hello = say_hello(channel, peer, context.request.coordinator)
     if hello.job_id:
-        raise BusyError(f"{peer} holds a job already ({hello.job_name or 'unnamed'}): end that one, or start it anew")
+        raise BusyError(f"{peer} already holds a job ({hello.job_name or 'unnamed'}): end that job, or restart it")
     client = context.client
     with context.moving, context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
         check_restored(context)

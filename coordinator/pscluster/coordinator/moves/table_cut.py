@@ -61,7 +61,7 @@ def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], row_bytes: int)
         if here > most // row_bytes + 6 * math.sqrt(most // row_bytes):
             raise InvalidUpdateError(
                 f"table {final.name!r} is cut as before: in {len(rows)} shards it would take {here * row_bytes:,} "
-                f"bytes on ps {server}, and its max_bytes are {most:,}: have more servers, or cut it otherwise"
+                f"bytes on ps {server}, and its max_bytes are {most:,}: add servers, or cut it otherwise"
             )
 
 

@@ -139,6 +139,6 @@ def check_known(call: Call) -> None:
     """Raise MisuseError if the arguments have elements that are not known before the function runs."""
     if any(isinstance(handle, PerWorkerDataset) for handle in call.handles):
         raise MisuseError(
-            f"lookups is called before {call.function.name} runs, and can't know the elements of a dataset that begins "
-            "anew in each function: pass an iter() of it, or a batch"
+            f"lookups is called before {call.function.name} runs, and can't know the elements of a dataset that starts "
+            "over in each function: pass an iter() of it, or a batch"
         )

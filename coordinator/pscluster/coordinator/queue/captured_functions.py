@@ -100,7 +100,7 @@ def _is_kept(known: _Known) -> bool:
     for name in changes.values:
         logger.warning(
             "%s keeps using the %s that it was captured with, although that name has another value now: pass it as "
-            "an argument, or define %s again to have it captured anew",
+            "an argument, or define %s again to have it captured again",
             function.name,
             name,
             function.name,

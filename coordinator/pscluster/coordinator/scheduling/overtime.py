@@ -83,7 +83,7 @@ class Overtime:
         try:
             await asyncio.gather(*(server.finish_functions(intervals, shut_out=True) for server in servers))
         except PsClusterError as error:
-            why = f"the updates of a function that was ended can't be shut out from all parameter servers: {error}"
+            why = f"the updates of a function that was ended can't be blocked on all parameter servers: {error}"
             self._state.abort(PSUnavailableError(why), final=True)
         finally:
             with self._state.lock:

@@ -242,7 +242,7 @@ class WorkerLink:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._state.servers))
         except PsClusterError as error:
             if ran is not None or isinstance(error, PSUnavailableError):
-                why = f"the updates of a lost worker can't be shut out from all parameter servers: {error}"
+                why = f"the updates of a lost worker can't be blocked on all parameter servers: {error}"
                 self._state.abort(PSUnavailableError(why), final=True)
         reach("coordinator.close.after")
         with self._state.changed:

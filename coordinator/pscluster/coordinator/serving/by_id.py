@@ -83,7 +83,7 @@ class MappedById:
         path = getattr(other, "path", "the other")
         if isinstance(other, MappedById) and self.ids.dtype != other.ids.dtype:
             raise MisuseError(
-                f"{self.name!r} has ids of another kind or length in {self.path} than in {path}: open it anew"
+                f"{self.name!r} has ids of another kind or length in {self.path} than in {path}: open it again"
             )
         if not isinstance(other, MappedById) or self.initial != other.initial:
             raise MisuseError(

@@ -18,7 +18,7 @@ from pscluster.ps.storage.files.tensor_files import Array
 
 KEY = "pscluster-delta"
 """Where the metadata of a file has the header."""
-HINT = "copy it once more, or export it anew"
+HINT = "copy it again, or export it again"
 _FORMAT = 1
 
 

@@ -179,7 +179,7 @@ def _bind(server: grpc.Server, endpoint: Endpoint) -> int:
 
 def _why_not(address: str) -> str:
     if path_of(address) is not None:
-        return "gRPC could not bind it; can files be made in its folder?"
+        return "gRPC could not bind it; is its folder writable?"
     host, port = split_address(address)
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -81,7 +81,7 @@ def run_command(command: Sequence[str], timeout: float, env: Mapping[str, str] |
         )
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{command[0]} did not answer within {timeout:g} s: Slurm's controller is down or out of reach (`scontrol "
+            f"{command[0]} did not answer within {timeout:g} s: Slurm's controller is down or unreachable (`scontrol "
             "ping` shows which); try again later, or give it longer with --timeout"
         ) from None
     if done.returncode:

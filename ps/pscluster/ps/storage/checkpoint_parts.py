@@ -113,7 +113,7 @@ class CheckpointParts:
             if last != checkpoint_id:
                 raise StaleError(
                     f"checkpoint {checkpoint_id} is not marked on ps {store.index}: it was dropped, or the server "
-                    "restarted; save once more"
+                    "restarted; save again"
                 )
             return done.result()
         with _shared_failure(done):

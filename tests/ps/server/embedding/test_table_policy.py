@@ -340,5 +340,5 @@ def test_a_server_believes_no_policy() -> None:
         (None, ps_pb2.TableEviction(kind=ps_pb2.TableEviction.NORM, norm=float("inf"))),
     ):
         table = ps_pb2.TableSpec(admission=admission, eviction=eviction)
-        with pytest.raises(ProtocolError, match="table 't' has a policy that can't be"):
+        with pytest.raises(ProtocolError, match="table 't' has an invalid policy"):
             check_policies(ps_pb2.VariableSpec(name="t", table=table))

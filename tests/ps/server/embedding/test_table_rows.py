@@ -171,7 +171,7 @@ def test_a_limit_of_bytes_counts_all_arrays_and_the_other_shards() -> None:
     with pytest.raises(InvalidUpdateError, match=f"room for 8 more.* its limit is {20 * row} bytes a server"):
         check_room(held, shard, np.arange(9), adam)
     shard.slots[7] = new_slots(adam.rule, 0, 100, DIM)
-    with pytest.raises(InvalidUpdateError, match="give it a larger max_bytes, or have more servers"):
+    with pytest.raises(InvalidUpdateError, match="give it a larger max_bytes, or add servers"):
         check_room(held, shard, np.arange(9))
 
 

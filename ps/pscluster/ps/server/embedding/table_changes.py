@@ -149,7 +149,7 @@ def carry_out(
         undone()
         raise InvalidUpdateError(
             f"table {held.spec.name!r} can't have {wanted:,} rows in a shard: the server has no memory for {error}: "
-            "have more servers"
+            "add servers"
         ) from None
     kept = None
     if len(missing := np.flatnonzero(places < 0)):
@@ -265,7 +265,7 @@ def _limit_of(held: HeldVariable, shard: Shard, optimizer: HeldOptimizer | None)
         rows = max(table.max_bytes - others, 0) // row_bytes
         if rows < shard.row_limit:
             return rows, (
-                f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, or have more servers"
+                f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, or add servers"
             )
     more = "" if table.eviction.kind else ", or an eviction"
     return shard.row_limit, f"give the table a larger capacity{more}"

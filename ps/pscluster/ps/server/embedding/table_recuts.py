@@ -94,7 +94,7 @@ def make_room(
         shard.grow(rows, fills)
     except MemoryError as error:
         raise InvalidUpdateError(
-            f"the server has no memory for {error} of new shards of {held.spec.name!r}: have more servers"
+            f"the server has no memory for {error} of new shards of {held.spec.name!r}: add servers"
         ) from None
 
 

@@ -76,7 +76,7 @@ def have_slots(change: Change) -> None:
     except MemoryError as error:
         raise InvalidUpdateError(
             f"{change.held.spec.name!r} can't have slots of {optimizer.spec.name!r}: the server has no memory for "
-            f"{error}: have more servers"
+            f"{error}: add servers"
         ) from None
 
 

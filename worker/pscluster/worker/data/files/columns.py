@@ -52,7 +52,7 @@ def check_schema(schema: Any, where: str) -> None:
         if not _has_array(field.type):
             raise ValueError(
                 f"the column {field.name!r} of {where} is of type {field.type}, which has no array of NumPy: leave it "
-                "out with columns=, or write it otherwise"
+                "out with columns=, or convert it"
             )
 
 

@@ -216,7 +216,7 @@ def _check_size(file: DataFile, size: int) -> None:
     if size != file.size:
         raise ValueError(
             f"the file {file.path!r} has {size:,} bytes here, and had {file.size:,} on the coordinator when the "
-            "dataset was made: leave files as they are during the training, or make the dataset anew"
+            "dataset was made: leave files as they are during the training, or create the dataset again"
         )
 
 
