@@ -20,7 +20,7 @@ import pytest
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.arming.faults import FaultInterceptor, Faults, arm, environment, parse
 from tests.faults.test_moves import POINTS_OF_MOVES
-from tests.faults.test_recuts import POINTS_OF_RECUTS
+from tests.faults.test_resharding import POINTS_OF_RESHARDING
 from tests.roles.processes import make_cluster, run, tf_config
 from tests.roles.test_returning_servers import MOVING
 from tests.waiting import TIMEOUT
@@ -335,5 +335,5 @@ def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str
 
 def test_no_point_is_forgotten() -> None:
     """Every point has a test of a death there."""
-    elsewhere = {*MOVING, *POINTS_OF_MOVES, *POINTS_OF_RECUTS}
+    elsewhere = {*MOVING, *POINTS_OF_MOVES, *POINTS_OF_RESHARDING}
     assert DEATHS.keys() | set(itertools.chain(*OF_THE_COORDINATOR)) | elsewhere == POINTS.keys()

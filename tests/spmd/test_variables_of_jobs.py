@@ -103,7 +103,7 @@ def test_rows_that_are_hashed_are_no_blocks() -> None:
             mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(second), devices_per_task=2)
             layout = Layout(["x", None], mesh)
             assert layout.partition(W.shape).blocks == layout_blocks
-            with pytest.raises(MisuseError, match="is on the servers already, and cut otherwise"):
+            with pytest.raises(MisuseError, match="is on the servers already, in other shards"):
                 DVariable(np.zeros_like(W), layout, "v")
         first.close()
 

@@ -331,7 +331,7 @@ class ParameterServerStrategy(Strategy):
                 "bytes" of values held, without slots: of an `EmbeddingTable`, of the rows that there are.
 
         Returns:
-            For `apply`, the shards to move, and the variables to cut otherwise, since moves do not help; and the load
+            For `apply`, the shards to move, and the variables to reshard, since moves do not help; and the load
             of each server before and after the moves.
 
         Raises:
@@ -344,7 +344,7 @@ class ParameterServerStrategy(Strategy):
     def apply(self, plan: Plan) -> Applied:
         """Make the moves of a plan, and then its cuts, one after the other, while the job lives.
 
-        Training goes on while a shard moves; see `move_shard`. While a variable is cut otherwise no function runs: its
+        Training goes on while a shard moves; see `move_shard`. While a variable is resharded no function runs: its
         values and slots are copied, a block at a time. Functions and handles go on with its new shards.
         docs/guarantees.md says what holds.
 
@@ -353,11 +353,11 @@ class ParameterServerStrategy(Strategy):
             has not made yet.
 
         Raises:
-            MisuseError: the plan no longer fits: a variable was deleted or cut otherwise, a shard is elsewhere by now,
+            MisuseError: the plan no longer fits: a variable was deleted or resharded, a shard is elsewhere by now,
                 or a server was removed; the message names it. Nothing has changed.
             WaitTimeoutError: functions, or reads and updates of other threads of the script, did not end within a
                 minute, so that a variable was not cut.
-            PsClusterError: a shard could not be moved, or a variable not be cut otherwise, and is as before. What was
+            PsClusterError: a shard could not be moved, or a variable not be resharded, and is as before. What was
                 done before stays.
             PSUnavailableError: a parameter server is lost.
         """

@@ -162,16 +162,16 @@ class GangMember(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("incarnation", "position", "steps", "recut")
+    __slots__ = ("incarnation", "position", "steps", "resharded")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    RECUT_FIELD_NUMBER: _ClassVar[int]
+    RESHARDED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     position: int
     steps: _containers.RepeatedCompositeFieldContainer[Step]
-    recut: _containers.RepeatedCompositeFieldContainer[_ps_pb2.VariableSpec]
-    def __init__(self, incarnation: _Optional[int] = ..., position: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., recut: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ...) -> None: ...
+    resharded: _containers.RepeatedCompositeFieldContainer[_ps_pb2.VariableSpec]
+    def __init__(self, incarnation: _Optional[int] = ..., position: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., resharded: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("module", "qualname", "message", "arguments", "traceback")

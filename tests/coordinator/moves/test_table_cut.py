@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pscluster.coordinator.moves.recut import merged
+from pscluster.coordinator.moves.reshard import merged
 from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.client.reshard_steps import ReshardSteps
 from pscluster.ps.optim.rules import Adagrad
 from pscluster.ps.server.embedding.table_policy import Sightings, ages
 from pscluster.ps.server.embedding.tables import new_array, rows_of, space_of
-from pscluster.ps.server.recuts import Recuts
+from pscluster.ps.server.resharding import Resharding
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
@@ -35,7 +35,7 @@ class Steps:
 
     def __init__(self, shards: int) -> None:
         self.store = Store(0, JOB)
-        self.recuts = Recuts(cast(Any, None))
+        self.resharding = Resharding(cast(Any, None))
         self.old = spec_of(1, "t", [0] * shards)
         held = HeldVariable(self.old, np.dtype(np.float32), partition_of(self.old), {})
         where, rng = shards_of(IDS, shards), np.random.default_rng(1)
@@ -57,7 +57,7 @@ class Steps:
 
     def ask(self, payload: bytes = b"", **about: Any) -> tuple[ps_pb2.MoveReply, Any]:
         request = MOVE(job=JOB, id=9, variable=1, **about)
-        return self.recuts.handle(self.store, request, memoryview(payload))
+        return self.resharding.handle(self.store, request, memoryview(payload))
 
     def count(self, _server: int, shard: int, num_shards: int) -> tuple[list[int], list[str]]:
         reply, _ = self.ask(action=MOVE.COUNT, shard=shard, num_shards=num_shards)
@@ -101,7 +101,7 @@ def spec_of(number: int, name: str, owners: list[int], rows: int = 1 << 20) -> p
 def test_rows_take_along_what_is_beside_them(before: int, after: int) -> None:
     """Values, slots, averages, ages, frequencies, and how often ids without a row were seen."""
     steps = Steps(before)
-    driver = cast(RecutSteps, steps)
+    driver = cast(ReshardSteps, steps)
     sizes, row_bytes = counted(driver, steps.old, after)
     assert (sum(sizes), row_bytes) == (ROWS, 4 * (DIM + TAIL) + 2 * 4 * DIM)
     np.testing.assert_array_equal(sizes, np.bincount(shards_of(IDS, after), minlength=after))

@@ -88,7 +88,7 @@ def delta_between(directory: Path, since: int, to: int, out: Path, table: str = 
 
 
 def test_rows_are_those_of_the_newest_checkpoint(made: tuple[Path, list[Array]]) -> None:
-    """In the order of the ids, whatever their shape; also of variables that are cut otherwise, or not at all."""
+    """In the order of the ids, whatever their shape; also of variables that are resharded, or not at all."""
     directory, values = made
     table = ServingTable.open(directory, "table")
     assert (table.name, table.shape, table.dtype.name, table.version.number) == ("table", (ROWS, DIM), "float32", 4)

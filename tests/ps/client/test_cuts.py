@@ -30,7 +30,7 @@ def test_handles_share_the_latest_cut() -> None:
     """Of one origin the highest number counts; an evaluation's copy is another variable."""
     seen: list[tuple[int, int]] = []
     placements = Placements(lambda _: (), lambda: None, 0.0)
-    placements.on_recut = lambda old, new: seen.append((old.id, new.id))
+    placements.on_reshard = lambda old, new: seen.append((old.id, new.id))
     shared = placements.cut_of(spec(1, 4))
     assert placements.learn([spec(5, 2, 4, origin=1), spec(9, 4, origin=1, evaluation=2)])
     assert shared.now == Cut.of(spec(5, 2, 4, origin=1))

@@ -91,7 +91,7 @@ def test_rows_and_whole_variables_by_one_request(
 ) -> None:
     """They are what separate reads give, also where they are too large for one reply, or there are none of either.
 
-    No variable is cut otherwise meanwhile.
+    No variable is resharded meanwhile.
     """
     client, reading_both = strategy.client, strategy.client.reading_both
 

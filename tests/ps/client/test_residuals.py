@@ -243,7 +243,7 @@ CUTS = [
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(("old", "new"), [(old, new) for old in CUTS for new in CUTS[1:] if old is not new])
 def test_they_stay_with_their_rows(old: Partition, new: Partition, dense: bool) -> None:
-    """When a variable is cut otherwise, its new shards have exactly what the old ones had."""
+    """When a variable is resharded, its new shards have exactly what the old ones had."""
     random, residuals = np.random.default_rng(1), Residuals(1 << 20, metrics := ClientMetrics(1))
 
     def push(partition: Partition, variable: int, whole: Any) -> tuple[Any, Any]:
@@ -266,7 +266,7 @@ def test_they_stay_with_their_rows(old: Partition, new: Partition, dense: bool) 
 
     _, kept = push(old, 1, random.normal(size=(ROWS, WIDTH)).astype(np.float32))
     count, nbytes = metrics.residual_rows, metrics.residual_bytes
-    residuals.recut(Cut(1, old, (0,) * old.num_shards), Cut(2, new, (0,) * new.num_shards))
+    residuals.reshard(Cut(1, old, (0,) * old.num_shards), Cut(2, new, (0,) * new.num_shards))
     if not dense and old.num_shards == len(old.ends[0]):
         assert (metrics.residual_rows, metrics.residual_bytes) == (count, nbytes)
     taken, _ = push(new, 2, np.zeros((ROWS, WIDTH), np.float32))

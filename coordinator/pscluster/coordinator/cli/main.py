@@ -197,7 +197,7 @@ def status_command(watch: bool, every: float, as_json: bool, **credentials: Any)
 def plan_command(by: Measure, as_json: bool, **credentials: Any) -> None:
     """Propose how to balance the servers.
 
-    Prints which shards of the cluster in TF_CONFIG should move, and which variables should be cut otherwise. Changes
+    Prints which shards of the cluster in TF_CONFIG should move, and which variables should be resharded. Changes
     nothing: strategy.apply(strategy.plan()) in the script makes it live. Exit code 1: a server does not answer.
     """
     from pscluster.coordinator.cli.plan import show_plan

@@ -1,4 +1,4 @@
-"""`pscluster plan`: propose which shards should move, and which variables should be cut otherwise."""
+"""`pscluster plan`: propose which shards should move, and which variables should be resharded."""
 
 from __future__ import annotations
 

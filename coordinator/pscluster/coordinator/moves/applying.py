@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pscluster.coordinator.job.context import HasJob
 from pscluster.coordinator.moves.mover import Moved, ShardMover
 from pscluster.coordinator.moves.plan import Plan
-from pscluster.coordinator.moves.recutter import NewCut, Recutter
+from pscluster.coordinator.moves.resharder import NewCut, Resharder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Applied:
             for moved in self.moves
         ]
         lines += map(str, self.cuts)
-        lines += [f"{variable}: not cut otherwise, since {why}" for variable, why in self.left]
+        lines += [f"{variable}: not resharded, since {why}" for variable, why in self.left]
         return "\n".join(lines) or "nothing was to be done"
 
 
@@ -35,13 +35,13 @@ def apply_plan(job: HasJob, plan: Plan, *, synchronous: bool = False) -> Applied
 
     `synchronous`: replicas step together. MisuseError if it does not fit, and whatever a move or a cut raises.
     """
-    mover, recutter = ShardMover(job, hold=synchronous), Recutter(job)
+    mover, resharder = ShardMover(job, hold=synchronous), Resharder(job)
     with job.context.moving:
         mover.check(plan)
-        why_not = {cut.variable: recutter.why_not(cut) for cut in plan.cuts}
+        why_not = {cut.variable: resharder.why_not(cut) for cut in plan.cuts}
         cuts = [cut for cut in plan.cuts if not why_not[cut.variable]]
-        recut = {cut.variable for cut in cuts}  # whose shards need not move before
-        moves = [mover.carry_out(move) for move in plan.moves if move.variable not in recut]
-        made = [recutter.cut(cut, mover.loads(plan.by)[0]) for cut in cuts]
+        resharded = {cut.variable for cut in cuts}  # whose shards need not move before
+        moves = [mover.carry_out(move) for move in plan.moves if move.variable not in resharded]
+        made = [resharder.cut(cut, mover.loads(plan.by)[0]) for cut in cuts]
     left = tuple((variable, why) for variable, why in why_not.items() if why)
     return Applied(tuple(moved for moved in moves if moved is not None), tuple(made), left)

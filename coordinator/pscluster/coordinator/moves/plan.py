@@ -1,7 +1,7 @@
-"""What is to change so that the servers have equal loads: shards that move, and variables to cut otherwise. Pure.
+"""What is to change so that the servers have equal loads: shards that move, and variables to reshard. Pure.
 
 Moves are what `balance` finds. They can't divide a shard: where a server still has more than `TOLERANCE` times the
-mean, the variable of its heaviest shard is to be cut otherwise (`recut`).
+mean, the variable of its heaviest shard is to be resharded (`reshard`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VariableUse:
 
 @dataclass(frozen=True, slots=True)
 class ProposedCut:
-    """A variable that is to be cut otherwise, since one of its shards is more than a server's part of the load."""
+    """A variable that is to be resharded, since one of its shards is more than a server's part of the load."""
 
     variable: str
     shard: int  # the one with most of the load

@@ -1,13 +1,13 @@
-"""What a coordinator that takes over a job does about moves, and new cuts: see `decision` and `recut`."""
+"""What a coordinator that takes over a job does about moves and resharding: see `decision` and `reshard`."""
 
 from __future__ import annotations
 
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.moves.decision import latest
-from pscluster.coordinator.moves.recut import unfinished
+from pscluster.coordinator.moves.reshard import unfinished
 from pscluster.core.ids import fresh_id
 from pscluster.ps.client.move_steps import MoveSteps
-from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.client.reshard_steps import ReshardSteps
 
 
 def settle_moves(context: JobContext) -> None:
@@ -35,11 +35,11 @@ def settle_moves(context: JobContext) -> None:
 
 
 def settle_cuts(context: JobContext) -> None:
-    """Complete the new cut that an earlier coordinator had decided. One that it had not is dropped with other remains.
+    """Complete the resharding that an earlier coordinator had decided. An undecided one is dropped with other remains.
 
     Raises:
         StaleError: a server has lost a variable as it is cut now.
     """
     client = context.client
     for server, spec in unfinished([directory.variables for directory in client.directory()]):
-        RecutSteps(client, fresh_id(), spec.id).adopt([server], spec)
+        ReshardSteps(client, fresh_id(), spec.id).adopt([server], spec)

@@ -2,7 +2,7 @@
 
 Before anything has changed, the old shards count how many rows each new one will have. Once they are frozen, their rows
 are taken in blocks, with all that is kept beside them, and put into the new shards as their ids say, at the end of what
-has come. Ages go along, and so do counts of ids without a row, see `pscluster.ps.server.embedding.table_recuts`.
+has come. Ages go along, and so do counts of ids without a row, see `pscluster.ps.server.embedding.table_resharding`.
 
 The new shards together have room for the table's capacity, as if it were made with that many. If a hash has given one
 of them more rows than that, since the table was full, it has room for those.
@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pscluster.coordinator.moves.copying import copied
-from pscluster.coordinator.moves.recut import pieces
+from pscluster.coordinator.moves.reshard import pieces
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.client.reshard_steps import ReshardSteps
 from pscluster.ps.spec import MOVE_BYTES
 from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of, width_of
 from pscluster.v1 import ps_pb2
@@ -37,7 +37,7 @@ class _Block(NamedTuple):
     arrays: list[tuple[str, Rows]]  # what is kept of them, values first
 
 
-def counted(steps: RecutSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
+def counted(steps: ReshardSteps, old: ps_pb2.VariableSpec, num_shards: int) -> tuple[list[int], int]:
     """Return how many rows each new shard will have, and how many bytes a row has in all arrays."""
     rows, arrays = np.zeros(num_shards, np.int64), set[str]()
     for shard, server in enumerate(old.owners):
@@ -61,12 +61,12 @@ def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], row_bytes: int)
         if here > most // row_bytes + 6 * math.sqrt(most // row_bytes):
             raise InvalidUpdateError(
                 f"table {final.name!r} is cut as before: in {len(rows)} shards it would take {here * row_bytes:,} "
-                f"bytes on ps {server}, and its max_bytes are {most:,}: add servers, or cut it otherwise"
+                f"bytes on ps {server}, and its max_bytes are {most:,}: add servers, or reshard it"
             )
 
 
 def copy_rows(
-    steps: RecutSteps,
+    steps: ReshardSteps,
     old: ps_pb2.VariableSpec,
     final: ps_pb2.VariableSpec,
     captured: Sequence[ps_pb2.ShardState],
@@ -92,7 +92,7 @@ def copy_rows(
 
 
 def _taken(
-    steps: RecutSteps,
+    steps: ReshardSteps,
     old: ps_pb2.VariableSpec,
     captured: Sequence[ps_pb2.ShardState],
     updates: int,
@@ -124,7 +124,7 @@ def _taken(
 
 
 def copy_seen(
-    steps: RecutSteps,
+    steps: ReshardSteps,
     old: ps_pb2.VariableSpec,
     final: ps_pb2.VariableSpec,
     captured: Sequence[ps_pb2.ShardState],

@@ -129,8 +129,8 @@ class DispatchState:
         self.scheduler: Scheduler[Call] = Scheduler(len(peers), self.max_attempts, max_queued)
         self.term = self.attach.term  # of functions' updates; it changes only while no function runs
         self.placements = 0  # how many shards have moved; where replicas step together, likewise
-        # Variables that were cut otherwise; it grows while no function runs.
-        self.recuts: list[ps_pb2.VariableSpec] = []
+        # Variables that were resharded; it grows while no function runs.
+        self.resharded: list[ps_pb2.VariableSpec] = []
         self.closed = False
         self.no_worker_since = self.failed_at = time.monotonic()
         self.cancelled_by_error = 0

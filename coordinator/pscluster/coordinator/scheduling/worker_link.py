@@ -163,7 +163,7 @@ class WorkerLink:
         take = functools.partial(self._outcomes.take, self._index)
         take_questions = functools.partial(self._answers.take, self._index)
         connection = WorkerConnection(handle.peer, take, handle.transport, take_questions)
-        connection.recuts = self._state.recuts
+        connection.resharded = self._state.resharded
         handle.connection, handle.known, handle.built = connection, {}, set()
         handle.sent = 0
         handle.doomed.clear()

@@ -213,7 +213,7 @@ class VariableCreator:
 
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable with its slots from its servers. Its name is free again, and its handles are stale."""
-        with self.placing:  # not while it is being cut otherwise
+        with self.placing:  # not while it is being resharded
             self._variables.pop(variable.name, None)
             self._delete(variable)
         with self._lock:

@@ -85,7 +85,7 @@ class PsClient:
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)
-        self.placements.on_recut = self.updater.recut
+        self.placements.on_reshard = self.updater.reshard
         self.read, self.read_planned, self.reading_both = reader.read, reader.read_planned, reader.reading_both
         self.update = self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout

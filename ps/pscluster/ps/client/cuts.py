@@ -1,6 +1,6 @@
-"""How variables are cut: what a client's handles go by, which changes when a variable is cut otherwise.
+"""How variables are cut: what a client's handles go by, which changes when a variable is resharded.
 
-A variable that is cut otherwise has another number on the servers, with other shards, and keeps its name and its
+A variable that is resharded has another number on the servers, with other shards, and keeps its name and its
 origin: the number that it was created under. All handles of one client with one origin share one `SharedCut`, so they
 go on with the new cut at once. Number, cut and owners belong together, so they are replaced together.
 

@@ -169,7 +169,7 @@ class MoveSteps:
 def pull_shard(
     client: PsClient, server: int, request: ps_pb2.Request, nbytes: int, metadata: Metadata = ()
 ) -> memoryview:
-    """Return this many bytes of a shard that moves, or is cut otherwise. Waits for the server."""
+    """Return this many bytes of a shard that moves, or is resharded. Waits for the server."""
     data = memoryview(bytearray(nbytes))
     there, packed = client.exchanges.server(server), pack(request)
 

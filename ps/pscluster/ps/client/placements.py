@@ -9,8 +9,8 @@ shard; items for other servers that were applied the first time are recognized t
         --refused: it has moved-> learn --a later placement is known--> ask
                                         --none------------------------> wait a moment, and ask, for `seconds`
 
-Of two specs of a variable the later placement counts, from whichever server it comes. A variable may also be cut
-otherwise, and then has other shards: see `cuts`.
+Of two specs of a variable the later placement counts, from whichever server it comes. A variable may also be
+resharded, and then has other shards: see `cuts`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Placements:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # by variable: placement, owners
         self._cuts: weakref.WeakValueDictionary[int, SharedCut] = weakref.WeakValueDictionary()  # by origin
-        self.on_recut: Callable[[Cut, Cut], None] = lambda _old, _new: None
+        self.on_reshard: Callable[[Cut, Cut], None] = lambda _old, _new: None
         """Called before handles of a variable go on with a new cut."""
         self.changes = 0
         """How often something was learned. What was planned before may ask the wrong servers."""
@@ -78,7 +78,7 @@ class Placements:
                 cut = self._cuts.get(origin_of(spec))
                 if cut is not None and spec.id > cut.now.id:
                     old, new = cut.now, Cut.of(spec)
-                    self.on_recut(old, new)
+                    self.on_reshard(old, new)
                     cut.change(new)
                     news = True
             self.changes += news

@@ -10,7 +10,7 @@ al. 2018). What this client has pushed and what it keeps always add up to the gr
 A push is encoded once, so whatever repeats it sends the same bytes; it is acknowledged or fails once. Pushes on several
 threads take what there is and leave what they have lost, in any order.
 
-A variable that is cut otherwise keeps them: each goes with its row, or its element, to the new shards.
+A variable that is resharded keeps them: each goes with its row, or its element, to the new shards.
 
 Residuals are this process's, of one incarnation, and of one term: a restored checkpoint, which opens another term,
 drops them. They take memory up to a limit, beyond which those of the rows that were pushed longest ago are dropped, an
@@ -222,7 +222,7 @@ class Residuals:
         if push.taken is not None:
             self._end(push, push.taken)
 
-    def recut(self, old: Cut, new: Cut) -> None:
+    def reshard(self, old: Cut, new: Cut) -> None:
         """Give what is kept of a variable to its new shards, which have whole rows. No push of it is under way."""
         with self._lock:
             known = {key: rows for key, rows in self._rows.items() if key[0] == old.id}

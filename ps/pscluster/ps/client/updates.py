@@ -48,9 +48,9 @@ class Updater:
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: boot id of its server, and updates
         self._residuals = Residuals(limit_bytes(), metrics)
 
-    def recut(self, old: Cut, new: Cut) -> None:
-        """Go on with the residuals of a variable that is cut otherwise."""
-        self._residuals.recut(old, new)
+    def reshard(self, old: Cut, new: Cut) -> None:
+        """Go on with the residuals of a variable that is resharded."""
+        self._residuals.reshard(old, new)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         """Apply every update once, however often it is sent. Return when all servers have acknowledged.

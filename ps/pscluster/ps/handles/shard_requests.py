@@ -53,7 +53,7 @@ class ShardRequests:
 
     @property
     def id(self) -> int:
-        """The number under which the servers have it: another one once it is cut otherwise."""
+        """The number under which the servers have it: another one once it is resharded."""
         return self._cut.now.id
 
     @property

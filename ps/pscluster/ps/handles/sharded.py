@@ -51,7 +51,7 @@ class ShardedVariable(Variable):
 class _UpdateOfMembers(int):
     """What numbers an update of joined variables: each of them that it concerns does, once, for all of its shards.
 
-    So an update that runs again has the same numbers, also if a member is cut otherwise by then.
+    So an update that runs again has the same numbers, also if a member is resharded by then.
     """
 
     def __init__(self, *_: object) -> None:

@@ -147,7 +147,7 @@ class Variable(VariableUpdates, ReadableVariable, Handle):
     takes_whole_reads = True
     trainable: bool
     origin: int
-    """The number that it was created under, by which handles name it: it stays when it is cut otherwise."""
+    """The number that it was created under, by which handles name it: it stays when it is resharded."""
     laid_out = False
     """Whether its shards are, in this process, the blocks of a global array's layout, and must stay so."""
     # Modules that build on this one set these.

@@ -44,7 +44,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, view
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding.reserved_rows import reservation_of, resized
-from pscluster.ps.server.recuts import ACTIONS, Recuts
+from pscluster.ps.server.resharding import ACTIONS, Resharding
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.state.store import Store
@@ -111,7 +111,7 @@ class Moves:
 
     def __init__(self, manager: StateManager) -> None:
         self._manager = manager
-        self._recuts = Recuts(manager)
+        self._resharding = Resharding(manager)
         self._lock = threading.Lock()
         self._staged: dict[int, _Staged] = {}  # by move
         self._over: deque[int] = deque(maxlen=_MAX_OVER)  # moves that this server has nothing more to do with
@@ -133,9 +133,9 @@ class Moves:
         }
 
     def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
-        """Take one step of a move, or of a new cut; return the reply and its payload."""
+        """Take one step of a move, or of a resharding; return the reply and its payload."""
         if request.action in ACTIONS:
-            return self._recuts.handle(store, request, payload)
+            return self._resharding.handle(store, request, payload)
         action = self._actions.get(request.action)
         if action is None:
             raise ProtocolError(f"action {request.action} of a move")
@@ -145,7 +145,7 @@ class Moves:
 
     def forget(self, store: Store) -> None:
         """End what was under way for another coordinator, or another job."""
-        self._recuts.forget()
+        self._resharding.forget()
         with self._lock:
             staged, self._staged = self._staged, {}
         for each in staged.values():
@@ -169,7 +169,7 @@ class Moves:
 
     def persist(self) -> None:
         """Save a generation if the last may have a shard that was given back: the next coordinator can't know."""
-        self._recuts.persist()
+        self._resharding.persist()
         if self._doubtful:
             self._manager.save()
             self._doubtful = False

@@ -329,7 +329,7 @@ def _on_servers(
     blocks = made.partition.blocks if made.partition.order == RANGE else ()
     if any(block.size and block not in blocks for block in layout.partition(made.shape).blocks):
         raise MisuseError(
-            f"variable {made.name!r} is on the servers already, and cut otherwise than {layout!r} does: give the "
+            f"variable {made.name!r} is on the servers already, in other shards than {layout!r} has: give the "
             "layout that it was made with, or restore a checkpoint into new servers"
         )
     made.laid_out = True

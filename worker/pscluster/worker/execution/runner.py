@@ -137,8 +137,8 @@ class Runner:
 
     def _accept(self, request: worker_pb2.StepsRequest) -> None:
         now = time.monotonic()
-        if request.recut:
-            self._job.know_cuts(request.recut)
+        if request.resharded:
+            self._job.know_cuts(request.resharded)
         with self._lock:
             for position, step in enumerate(request.steps, request.position):
                 self._read = position

@@ -85,8 +85,8 @@ class WorkerConnection:
         self._closed = False
         self._following: asyncio.Task[None] | None = None
         self.incarnation = self.boot_id = 0
-        self.recuts: Sequence[ps_pb2.VariableSpec] = ()  # variables that were cut otherwise, so far
-        self._recuts_told = 0  # how many of them the worker has been sent
+        self.resharded: Sequence[ps_pb2.VariableSpec] = ()  # variables that were resharded, so far
+        self._resharded_told = 0  # how many of them the worker has been sent
         self.servers: tuple[int, ...] = ()  # what those hold that the worker knows: see AttachEvent
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
@@ -190,8 +190,8 @@ class WorkerConnection:
     def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
         """Send functions. If they do not arrive the stream ends."""
         assert self._stream is not None
-        new, self._recuts_told = self.recuts[self._recuts_told :], len(self.recuts)
-        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps, recut=new)
+        new, self._resharded_told = self.resharded[self._resharded_told :], len(self.resharded)
+        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps, resharded=new)
         reach("coordinator.send.before")
         self._stream.send(request.SerializeToString())
         reach("coordinator.send.after")

@@ -189,7 +189,7 @@ class Directory:
         return {index: shard for index, shard in here.items() if index not in mine}
 
     def adopt(self, spec: ps_pb2.VariableSpec) -> list[HeldVariable]:
-        """Enter a variable under its final spec in place of those of its name, which are returned. See `recuts`.
+        """Enter a variable under its final spec in place of those of its name, which are returned. See `resharding`.
 
         StaleError if it is not here, ProtocolError if it is another one.
         """

@@ -217,7 +217,7 @@ class Store:
         return bool(gone)
 
     def adopt(self, spec: ps_pb2.VariableSpec, job: int) -> None:
-        """Have a variable that is here take this spec, and the place of the one that has had its name: see `recuts`."""
+        """Have a variable that is here take this spec, in place of the one that has had its name: see `resharding`."""
         with self._lock:
             self.check_job(job)
             gone = self.directory.adopt(spec)

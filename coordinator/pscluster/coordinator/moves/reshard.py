@@ -1,4 +1,4 @@
-"""A variable that is cut otherwise while its job lives: other shards, by ranges or a row order, on any servers. Pure.
+"""A variable that is resharded while its job lives: other shards, by ranges or a row order, on any servers. Pure.
 
 What is decided is one fact: server 0 has saved a directory in which the variable's name means the new shards. Until
 then it can be undone; from then on it is completed, by this coordinator or the next one.
@@ -85,7 +85,7 @@ ENDS = frozenset((Step.CUT, Step.UNDONE))
 
 
 @dataclass(slots=True)
-class Recut:
+class Reshard:
     """How far it is."""
 
     step: Step = Step.MAKE

@@ -1,4 +1,4 @@
-"""What the coordinator asks of servers when a variable is cut otherwise: see `pscluster.ps.server.recuts`."""
+"""What the coordinator asks of servers when a variable is resharded: see `pscluster.ps.server.resharding`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS = 1 << 18
 """Keys of functions in one message."""
 
 
-class RecutSteps:
+class ReshardSteps:
     """The steps of cutting one variable otherwise, by action. They raise PsClusterError.
 
     All may be repeated. `adopt` and `abandon` wait for a server that is down; of the others, a server that restarts

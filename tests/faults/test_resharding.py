@@ -1,4 +1,4 @@
-"""Variables that are cut otherwise while functions use them: nothing is lost, nothing is applied twice.
+"""Variables that are resharded while functions use them: nothing is lost, nothing is applied twice.
 
 Gradients are ones, so that each row of an Adagrad table depends on how often it was updated alone: expected values are
 those of plain NumPy. An `EmbeddingTable` has rows like these, by ids that are strings, and joined variables count. Each
@@ -56,12 +56,12 @@ OF_TABLES = ("ps.capture.after", "ps.fill.after", "ps.adopt_cut.before")
 """Those that are tried with an `EmbeddingTable`; one of them with a variable, and the others with a joined one."""
 
 CHIEF_DEATHS = (
-    "coordinator.recut.copied",
-    "coordinator.recut.sealed",
-    "coordinator.recut.decided",
-    "coordinator.recut.adopted",
+    "coordinator.reshard.copied",
+    "coordinator.reshard.sealed",
+    "coordinator.reshard.decided",
+    "coordinator.reshard.adopted",
 )
-POINTS_OF_RECUTS = (*DEATHS, *CHIEF_DEATHS)
+POINTS_OF_RESHARDING = (*DEATHS, *CHIEF_DEATHS)
 TEXTS = texts_of(np.arange(ROWS))
 
 
@@ -151,7 +151,7 @@ class Job:
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
     """Two servers with logs and two workers; whatever dies is restarted."""
-    with armed_cluster(tmp_path_factory.mktemp("recuts"), 2, 2, durability="log", revive=True) as cluster:
+    with armed_cluster(tmp_path_factory.mktemp("resharding"), 2, 2, durability="log", revive=True) as cluster:
         yield cluster
 
 
@@ -312,7 +312,7 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         assert [cut.variable for cut in applied.cuts] == ["plain", "encoded"]
         reasons = dict(applied.left)
         assert reasons == {"rows": "it has 4 shards, and is to have 4"}
-        assert "rows: not cut otherwise, since it has 4 shards" in str(applied)
+        assert "rows: not resharded, since it has 4 shards" in str(applied)
         for _ in range(10):
             coordinator.schedule(push)
         coordinator.join(TIMEOUT)

@@ -1,4 +1,4 @@
-"""What cutting an `EmbeddingTable` into another number of shards asks of its shards; see `recuts`.
+"""What cutting an `EmbeddingTable` into another number of shards asks of its shards; see `resharding`.
 
 A new shard has the rows whose ids are its own, with all that belongs to them: they come as bytes, from each old shard
 that has some, in any order of shards. What is kept by shard is put together from those of the old ones:
@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 18
 def counts_by_shard(held: HeldVariable, shard: Shard, num_shards: int) -> Ids:
     """Return how many of a shard's rows are those of each new shard. ProtocolError if there are too many of these."""
     if not held.spec.HasField("table") or not 0 < num_shards <= MAX_SHARDS:
-        raise ProtocolError(f"a new cut of {held.spec.name!r} by id into {num_shards:,} shards")
+        raise ProtocolError(f"a resharding of {held.spec.name!r} by id into {num_shards:,} shards")
     ids, counts = tails_of(np.asarray(shard.array, np.float32), held.spec.table.dim)[0], np.zeros(num_shards, np.int64)
     for start in range(0, len(ids), _AT_ONCE):
         counts += np.bincount(shards_of(ids[start : start + _AT_ONCE], num_shards), minlength=num_shards)

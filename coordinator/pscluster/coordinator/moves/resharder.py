@@ -1,4 +1,4 @@
-"""Cuts variables of a job otherwise: the shell around `recut`, which says what is done when."""
+"""Reshards variables of a job: the shell around `reshard`, which says what is done when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pscluster.coordinator.moves.balance import PlacedShard
 from pscluster.coordinator.moves.copying import copied
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
-from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, pieces, remembered
+from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, pieces, remembered
 from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
 from pscluster.coordinator.variables.encodings import check_shards
 from pscluster.coordinator.variables.partitioners import (
@@ -34,7 +34,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.client.reshard_steps import ReshardSteps
 from pscluster.ps.handles.slots import SlotVariable
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import AVERAGE, MOVE_BYTES, RESERVED, row_order_message
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NewCut:
-    """A variable that was cut otherwise."""
+    """A variable that was resharded."""
 
     variable: str
     before: int  # the number of shards that it had
@@ -72,8 +72,8 @@ class _Course:
     made: ps_pb2.VariableSpec  # the same, until then
     partition: Partition  # the new one
     sizes: list[int]  # of the new shards, in elements or, of a table by id, rows
-    steps: RecutSteps
-    recut: Recut = field(default_factory=Recut)
+    steps: ReshardSteps
+    reshard: Reshard = field(default_factory=Reshard)
     captured: Sequence[ps_pb2.ShardState] = ()  # of the old shards
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)  # of the variable
     named: Mapping[int, set[int]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class _Course:
     failure: PsClusterError | None = None
 
 
-class Recutter:
+class Resharder:
     """Cuts variables of one job otherwise, one at a time. Thread-safe."""
 
     def __init__(self, job: HasJob) -> None:
@@ -133,7 +133,7 @@ class Recutter:
         old = client.describe_variable(cut.variable)
         if len(old.owners) != cut.num_shards:
             raise MisuseError(f"variable {old.name!r} now has {len(old.owners)} shards, not {cut.num_shards}")
-        steps = RecutSteps(client, fresh_id(), old.id)
+        steps = ReshardSteps(client, fresh_id(), old.id)
         if old.HasField("table"):
             sizes, row_bytes = counted(steps, old, cut.proposed)
             partition = partition_of_table(old, sizes)
@@ -164,24 +164,24 @@ class Recutter:
         return _Course(old, final, made, partition, sizes, steps)
 
     def _run(self, course: _Course) -> None:
-        recut = course.recut
-        while recut.step not in ENDS:
+        reshard = course.reshard
+        while reshard.step not in ENDS:
             try:
                 self._take(course)
             except PsClusterError as error:
                 refused = not isinstance(error, UnavailableError)
                 course.failure = course.failure or error
-                if not recut.failed(refused=refused):
+                if not reshard.failed(refused=refused):
                     raise
-                logger.info("%s is not cut otherwise: %s", course.old.name, error)
+                logger.info("%s is not resharded: %s", course.old.name, error)
             except BaseException:  # Ctrl-C, or no memory
-                if recut.failed(refused=False):
+                if reshard.failed(refused=False):
                     with contextlib.suppress(PsClusterError):
                         course.steps.abandon(course.made)
                 raise
             else:
-                recut.succeeded()
-        if recut.step is Step.UNDONE:
+                reshard.succeeded()
+        if reshard.step is Step.UNDONE:
             why = course.failure
             text = f"variable {course.old.name!r} is cut as before: {why}"
             raise UnavailableError(text) if isinstance(why, UnavailableError) else PsClusterError(text)
@@ -190,11 +190,11 @@ class Recutter:
             for source in set(course.old.owners):
                 for target in set(course.final.owners) - {source}:
                     dispatcher.servers.shard_moved(source, target)
-            dispatcher.state.recuts.append(course.final)
+            dispatcher.state.resharded.append(course.final)
 
     def _take(self, course: _Course) -> None:
         steps = course.steps
-        match course.recut.step:
+        match course.reshard.step:
             case Step.MAKE:
                 steps.make(course.made)
             case Step.CAPTURE:
@@ -204,17 +204,17 @@ class Recutter:
                 course.named = remembered(named for _, named in captured)
             case Step.COPY:
                 self._copy(course)
-                reach("coordinator.recut.copied")
+                reach("coordinator.reshard.copied")
             case Step.SEAL:
                 steps.seal()
-                reach("coordinator.recut.sealed")
+                reach("coordinator.reshard.sealed")
             case Step.DECIDE:
                 steps.adopt([0], course.final)
-                reach("coordinator.recut.decided")
+                reach("coordinator.reshard.decided")
             case Step.ADOPT:
                 if others := range(1, self._context.client.num_servers):
                     steps.adopt(others, course.final)
-                reach("coordinator.recut.adopted")
+                reach("coordinator.reshard.adopted")
             case Step.ABANDON:
                 steps.abandon(course.made)
 

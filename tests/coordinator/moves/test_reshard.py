@@ -1,6 +1,6 @@
-"""A variable is cut otherwise while all that can fail does: every pair of failures, each at every request.
+"""A variable is resharded while all that can fail does: every pair of failures, each at every request.
 
-The servers' part is the library's own; what they save is kept in memory. The coordinator is its `Recut`, around which
+The servers' part is the library's own; what they save is kept in memory. The coordinator is its `Reshard`, around which
 requests and answers get lost, servers die and return with what they have saved, and a coordinator dies and is replaced.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from tests.conftest import SEARCH
 
-from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, remembered, unfinished
+from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, remembered, unfinished
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.geometry.row_orders import RANGE
-from pscluster.ps.server.recuts import Recuts
+from pscluster.ps.server.resharding import Resharding
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
@@ -64,7 +64,7 @@ class Server:
             for spec, shards in self.saved
         ]
         self.store.directory.restore(held, {})
-        self.recuts = Recuts(cast(StateManager, self))
+        self.resharding = Resharding(cast(StateManager, self))
 
     def save(self) -> None:
         self.saved = [
@@ -74,8 +74,8 @@ class Server:
 
     def take_over(self) -> None:
         """Begin anew with another coordinator."""
-        self.recuts.persist()
-        self.recuts.forget()
+        self.resharding.persist()
+        self.resharding.forget()
         for held in self.store.held()[0]:
             for shard in held.shards.values():
                 with shard.lock:
@@ -112,7 +112,7 @@ class World:
             self.servers[int(event[-1])].start()
         if event == "request lost":
             raise UnavailableError(f"request {number}")
-        reply, _ = there.recuts.handle(there.store, request, memoryview(payload))
+        reply, _ = there.resharding.handle(there.store, request, memoryview(payload))
         if event.startswith("dies after"):
             self.servers[int(event[-1])].start()
         if event == "answer lost":
@@ -120,7 +120,7 @@ class World:
         if event == "coordinator dies after":
             raise CoordinatorDiedError
         if event == "twice":
-            there.recuts.handle(there.store, request, memoryview(payload))
+            there.resharding.handle(there.store, request, memoryview(payload))
         return reply
 
     def until_answered(self, server: int, **about: Any) -> None:
@@ -158,11 +158,11 @@ def copy(world: World) -> Iterator[Callable[[], object]]:
 
 
 def run(world: World) -> Step:
-    """Do what `Recutter` does; return how it ended."""
-    recut, every = Recut(), range(SERVERS)
-    while recut.step not in ENDS:
+    """Do what `Resharder` does; return how it ended."""
+    reshard, every = Reshard(), range(SERVERS)
+    while reshard.step not in ENDS:
         try:
-            match recut.step:
+            match reshard.step:
                 case Step.MAKE:
                     for server in every:
                         world.ask(server, action=MOVE.MAKE, spec=MADE)
@@ -183,11 +183,11 @@ def run(world: World) -> Step:
                     for server in every:
                         world.until_answered(server, action=MOVE.ABANDON, spec=MADE)
         except PsClusterError as error:
-            if not recut.failed(refused=not isinstance(error, UnavailableError)):
+            if not reshard.failed(refused=not isinstance(error, UnavailableError)):
                 raise
         else:
-            recut.succeeded()
-    return recut.step
+            reshard.succeeded()
+    return reshard.step
 
 
 def take_over(world: World) -> None:
@@ -288,11 +288,11 @@ def changed(**fields: Any) -> ps_pb2.VariableSpec:
         ({"action": MOVE.FILL, "arrays": []}, ProtocolError, "with an array ''"),
         ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(traffic=-1.0)}, ProtocolError, "a traffic of -1.0 bytes"),
         ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(term=3)}, StaleError, "not in one term"),
-        ({"action": MOVE.SEAL, "id": 8}, StaleError, "ps 0 has nothing of this new cut"),
+        ({"action": MOVE.SEAL, "id": 8}, StaleError, "ps 0 has nothing of this resharding"),
         ({"action": MOVE.ADOPT, "spec": changed(id=7)}, StaleError, "ps 0 lacks the shards of"),
         ({"action": MOVE.ADOPT, "spec": OLD}, None, ""),
         ({"action": MOVE.ADOPT, "spec": changed(dtype="int32")}, ProtocolError, "is another one"),
-        ({"action": MOVE.RESIZE}, ProtocolError, "action 12 of a new cut"),
+        ({"action": MOVE.RESIZE}, ProtocolError, "action 12 of a resharding"),
         ({"action": MOVE.SEAL, "job": 1}, StaleError, "ps 0 serves another job"),
     ],
 )
@@ -304,7 +304,7 @@ def test_what_a_server_refuses(about: dict[str, Any], error: type[Exception] | N
     fields = {"job": JOB, "id": 9, "variable": 1, "shard": 1, **about}
     payload = memoryview(b"8 bytes!" if about["action"] == MOVE.FILL else b"")
     with pytest.raises(error, match=sentence) if error is not None else contextlib.nullcontext():
-        server.recuts.handle(server.store, MOVE(**fields), payload)
+        server.resharding.handle(server.store, MOVE(**fields), payload)
     np.testing.assert_array_equal(server.store.directory.variables[1].shards[0].array, [0, 1])
     assert not server.store.directory.variables[5].shards[1].array.any()
 

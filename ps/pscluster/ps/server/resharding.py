@@ -1,4 +1,4 @@
-"""A server's part in cutting a variable otherwise; see `pscluster.coordinator.moves.recut` for the whole.
+"""A server's part in resharding a variable; see `pscluster.coordinator.moves.reshard` for the whole.
 
     (nothing) --make--> MADE --capture, fill, settle--> MADE --seal--> SEALED, and saved
                         SEALED --adopt--> (the variable), and saved
@@ -12,7 +12,7 @@ variable is sealed only if this process has got all that came, and the old shard
 were captured: they are frozen. What is sealed is saved, and may be adopted by any later process.
 
 Of a table by id, COUNT says before all that how many rows each new shard will have, and after CAPTURE rows are taken
-from the old shards (TAKE) and put into the new ones, which grow with them: see `table_recuts`.
+from the old shards (TAKE) and put into the new ones, which grow with them: see `table_resharding`.
 
 Adopting is one step of the directory: the name means the new variable, and the old one is gone. It is repeated until
 it is saved; after that, a request for the old id is refused as one for a variable that was deleted.
@@ -34,7 +34,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import Buffer
 from pscluster.ps.request_metrics import ShardTraffic
-from pscluster.ps.server.embedding import table_recuts
+from pscluster.ps.server.embedding import table_resharding
 from pscluster.ps.server.embedding.tables import new_array
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Array, Shard
@@ -62,14 +62,14 @@ ACTIONS = frozenset(
 
 
 class _UnderWay(NamedTuple):
-    """The variable that is being cut otherwise, and the new one."""
+    """The variable that is being resharded, and the new one."""
 
     id: int
     old: int
     new: int
 
 
-class Recuts:
+class Resharding:
     """One server's part in cutting variables otherwise, one at a time. Thread-safe."""
 
     def __init__(self, manager: StateManager) -> None:
@@ -105,7 +105,7 @@ class Recuts:
             case ps_pb2.MoveRequest.ABANDON:
                 self._abandon(store, request)
             case action:
-                raise ProtocolError(f"action {action} of a new cut")
+                raise ProtocolError(f"action {action} of a resharding")
         return ps_pb2.MoveReply(), []
 
     def forget(self) -> None:
@@ -124,19 +124,21 @@ class Recuts:
         with self._lock:
             known = self._under_way
         if known is None or known.id != request.id:
-            raise StaleError(f"ps {store.index} has nothing of this new cut: it has restarted, or the cut was given up")
+            raise StaleError(
+                f"ps {store.index} has nothing of this resharding: it has restarted, or the cut was given up"
+            )
         return known
 
     def _make(self, store: Store, request: ps_pb2.MoveRequest) -> None:
         spec, held = request.spec, store.directory.variables.get(request.variable)
         if held is None or held.spec.evaluation:
-            raise StaleError(f"there is no variable {request.variable} that could be cut otherwise")
+            raise StaleError(f"there is no variable {request.variable} that could be resharded")
         if not spec.evaluation or not spec.name.startswith(RESERVED) or spec.id in (0, held.spec.id):
-            raise ProtocolError(f"a new cut of {held.spec.name!r} without a number or a reserved name of its own")
+            raise ProtocolError(f"a resharding of {held.spec.name!r} without a number or a reserved name of its own")
         check_name(spec.name, "a variable's name")
         check_table(spec)
         if _apart_from_cut(spec, held.spec) != held.spec:
-            raise ProtocolError(f"a new cut of {held.spec.name!r} that makes another variable of it")
+            raise ProtocolError(f"a resharding of {held.spec.name!r} that makes another variable of it")
         partition = partition_of(spec)
 
         def new_shard(shard: int) -> Shard:
@@ -163,7 +165,7 @@ class Recuts:
         store.check_job(request.job)
         held, shard = store.directory.find(request.variable, request.shard)
         with shard.lock:
-            rows = table_recuts.counts_by_shard(held, shard, request.num_shards)
+            rows = table_resharding.counts_by_shard(held, shard, request.num_shards)
             return ps_pb2.MoveReply(rows=rows.tolist(), state=ps_pb2.ShardState(arrays=shard.arrays()))
 
     def _take(self, store: Store, request: ps_pb2.MoveRequest) -> memoryview:
@@ -171,7 +173,7 @@ class Recuts:
         held, shard = store.directory.find(known.old, request.shard)
         name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
-            return table_recuts.taken(held, shard, name, request.start, request.state.rows, request.state.updates)
+            return table_resharding.taken(held, shard, name, request.start, request.state.rows, request.state.updates)
 
     def _capture(self, store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
         known = self._check_under_way(store, request)
@@ -186,7 +188,7 @@ class Recuts:
             state.updates, state.traffic = shard.updates, shard.traffic.recent()
             state.steps.update(shard.steps)
             if held.spec.HasField("table"):
-                state.rows, state.seen = len(shard.array), table_recuts.seen(held, shard)
+                state.rows, state.seen = len(shard.array), table_resharding.seen(held, shard)
             with store.ledger() as ledger:
                 named = ledger.named(known.old, request.shard)
                 state.term = ledger.term
@@ -207,13 +209,13 @@ class Recuts:
         name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
             if name == SEEN:
-                table_recuts.take_seen(held, shard, payload, request.state.seen)
+                table_resharding.take_seen(held, shard, payload, request.state.seen)
                 return
             if name not in shard.arrays():
                 shard.put({name: _blank(store, held, shard, name)})
             if shard.row_limit:
                 elements = len(payload) // 4
-                table_recuts.make_room(held, shard, name, request.start, elements, functools.partial(_fills, store))
+                table_resharding.make_room(held, shard, name, request.start, elements, functools.partial(_fills, store))
             array = shard.arrays()[name]
             count, rest = divmod(len(payload), array.itemsize)
             if rest or request.start + count > array.size or len(payload) > MOVE_BYTES:
@@ -234,7 +236,7 @@ class Recuts:
         held, shard = self._new_shard(store, request)
         state = request.state
         if not 0 <= state.traffic < math.inf:
-            raise ProtocolError(f"a new cut of {held.spec.name!r} with a traffic of {state.traffic} bytes")
+            raise ProtocolError(f"a resharding of {held.spec.name!r} with a traffic of {state.traffic} bytes")
         if state.term != store.term:
             raise StaleError("the servers are not in one term: a restore was broken off")
         with shard.lock, store.ledger() as ledger:
@@ -303,7 +305,7 @@ def _blank(store: Store, held: HeldVariable, shard: Shard, name: str) -> Array:
         fills = _fills(store, int(rest.partition("/")[0] if kind == "slot" else rest))
         array = blank_array(store, held, shard.array.shape, name, shard.row_limit)
     except (ValueError, PsClusterError):
-        raise ProtocolError(f"a new cut with an array {name[:80]!r}") from None
+        raise ProtocolError(f"a resharding with an array {name[:80]!r}") from None
     except MemoryError:
         raise InvalidUpdateError(f"ps {store.index} has too little memory for shards of {held.spec.name!r}") from None
     if shard.row_limit and kind == "slot":
