@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from pscluster.keras.served import ServedModel, serve
+from pscluster.keras.served import ServedModel
+from pscluster.keras.serving import serve
 
 __all__ = ["ServedModel", "serve"]

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,34 +22,21 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.functions.definitions import FunctionHandle, capture, partial_of
-from pscluster.core.ids import fresh_id
+from pscluster.core.functions.definitions import FunctionHandle, partial_of
 from pscluster.keras.callbacks import DrivenCallback, driven
 from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.lazy_zeros import zeros_for
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
-from pscluster.keras.optimizers import mapped
-from pscluster.keras.own_steps import has_own
-from pscluster.keras.tables import chosen
 from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import (
-    Applied,
-    Parameter,
-    apply_all,
-    assign_all,
-    create_variables,
-    is_finite,
-    nonfinite,
-)
+from pscluster.ps.handles.parameters import Applied, apply_all, assign_all, is_finite, nonfinite
 from pscluster.ps.handles.reads import read_variables
-from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Variable
 
 # The functions of the models that this process serves; workers have them in place of their handles.
-_functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()
+model_functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 # What plain models have, and what does the same here.
 _INSTEAD = {
@@ -259,7 +246,7 @@ class ServedModel:
             raise TypeError(f"load_weights takes a Keras model or a path, not {type_of(source)}")
         copy = class_of(self.backend)(model)
         self._check(copy, "this model has", names=False)
-        values = [np.asarray(_numpy_of(variable)) for variable in copy.weights]
+        values = [np.asarray(numpy_of(variable)) for variable in copy.weights]
         assign_all(dict(zip(self.variables, values, strict=True)), self.variables)
 
     @property
@@ -283,7 +270,7 @@ class ServedModel:
         check_backend(self.backend)
         function = self.model_fn
         if isinstance(function, FunctionHandle):
-            function = _functions[function]
+            function = model_functions[function]
         copy = class_of(self.backend)(make_model(function, self.policy))
         self._check(copy, "model_fn has made another model here than when it was served: here it has")
         return copy
@@ -326,111 +313,8 @@ def predict_on_batch(served: ServedModel, batch: Any) -> Any:
     return served.predict_on_batch(batch)
 
 
-def serve(
-    model_fn: Callable[[], Any],
-    *,
-    optimizer: Optimizer | None = None,
-    tables: Mapping[str, Optimizer] | Sequence[str] | None = None,
-    name: str = "model",
-) -> ServedModel:
-    """Put the weights of a Keras model on the parameter servers. Call it in `strategy.scope()`.
-
-        def model_fn():
-            model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
-            return model
-
-        with strategy.scope():
-            served = pscluster.keras.serve(model_fn)
-        coordinator.fit(served, data, epochs=5)
-
-    Args:
-        model_fn: returns a compiled model whose weights exist (it has an `Input`, or was built). Called here, and once
-            in each worker's process.
-        optimizer: one of `pscluster.coordinator.optimizers`, made in the same scope. Default: one with the
-            hyperparameters of the model's own.
-        tables: which `layers.Embedding` become tables, of which a step reads and pushes only the rows of its batch:
-            patterns such as "embedding*" for the names of layers, or the paths of their weights; with an optimizer
-            each, or in a list for that of the model. One whose weight is also used whole is served whole, which is
-            logged.
-        name: begins the names of the variables; Keras' path follows: "model/sequential/dense/kernel".
-
-    Raises:
-        TypeError: `model_fn` is not a function that returns a Keras model, or another argument is of a wrong type.
-        ValueError: a pattern of `tables` fits no embedding.
-        MisuseError: the model is not built or compiled, or its optimizer is none that the servers have; the message
-            lists those. Or a weight has a constraint, or an embedding that `tables` names a regularizer or a call of
-            its own. Nothing was made.
-        ConfigurationError: Keras' backend is neither JAX nor torch.
-    """
-    if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
-        hint = ": give a function that makes and compiles it" if callable(model_fn) else ""
-        raise TypeError(f"serve takes a function that returns a Keras model, not {type_of(model_fn)}{hint}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is {type_of(optimizer)}; give one of pscluster.coordinator.optimizers, or compile the model "
-            "with Keras' own"
-        )
-    creator = current_creator(f"serve({name!r})")
-    backend = check_backend()
-    import keras
-
-    policy = keras.config.dtype_policy().name
-    model = make_model(model_fn, policy)
-    _check_model(model)
-    copy = class_of(backend)(model)
-    weights = copy.describe()
-    of_tables = chosen(model, tables)
-    if of_tables and has_own(model, "train_step"):
-        raise MisuseError(
-            f"{type(model).__name__} has a train_step of its own, which would see no gradients of the rows of tables: "
-            "leave out tables=, or override compute_loss in its place"
-        )
-    parameters: dict[str, Parameter] = {}
-    for weight, variable in zip(weights, copy.weights, strict=True):
-        own = path = f"{name}/{weight.path}"
-        number = 0
-        while own in parameters:  # layers of a subclass may have one name
-            own, number = f"{path}_{number + 1}", number + 1
-        parameters[own] = Parameter(_numpy_of(variable), trainable=weight.trainable)
-    handle = FunctionHandle(capture(model_fn, policy=creator.serialization))
-    _functions[handle] = model_fn
-    variables = create_variables(parameters, f"serve({name!r})")
-    try:
-        if optimizer is None:
-            optimizer = mapped(model.optimizer, f"{name}/optimizer")
-    except BaseException:
-        for variable in variables.values():
-            creator.delete_variable(variable)
-        raise
-    own_test = type(model).__name__ if has_own(model, "test_step") else ""
-    names = list(variables)
-    by_table = {names[index]: of_tables[index] or optimizer for index in sorted(of_tables)}
-    return ServedModel(name, optimizer, variables, by_table, handle, weights, fresh_id(), backend, policy, own_test)
-
-
-def _check_model(model: Any) -> None:
-    """Raise TypeError or MisuseError if a model can't be served."""
-    import keras
-
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"model_fn returned {type_of(model)}; it must return a Keras model")
-    if not model.compiled:
-        raise MisuseError(f"the model {model.name!r} is not compiled: call model.compile(...) in model_fn")
-    if not model.built or not model.trainable_variables:
-        raise MisuseError(
-            f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call it "
-            "once in model_fn, on zeros of the shape of a batch"
-        )
-    for variable in model.trainable_variables:
-        if variable.constraint is not None:
-            raise MisuseError(
-                f"{variable.path!r} has the constraint {type(variable.constraint).__name__}, which the servers don't "
-                "apply after their updates: make its layer without, or with a regularizer in its place"
-            )
-
-
-def _numpy_of(variable: Any) -> Any:
+def numpy_of(variable: Any) -> Any:
+    """Return a copy of a weight's value, of its own element type."""
     value = to_numpy(variable)
     if str(variable.dtype) == "bfloat16":
         value = value.astype(dtype_named("bfloat16"))

@@ -17,6 +17,7 @@ from typing import Any
 
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.worker.data.blocks import map_leaves
 from pscluster.worker.data.files.inference import make_csv, make_json
 from pscluster.worker.data.files.line_files import LineBlocks, Text
 from pscluster.worker.data.files.opening import Paths, find_files
@@ -24,7 +25,7 @@ from pscluster.worker.data.files.parquet import ParquetBlocks
 from pscluster.worker.data.files.partitions import partitions_of
 from pscluster.worker.data.files.ranges import ArrowFiles, HuggingFaceRows, NpyFiles, Together
 from pscluster.worker.data.files.tars import TarFiles
-from pscluster.worker.data.sources import Blocks, Ranges, map_leaves
+from pscluster.worker.data.sources import Blocks, Ranges
 
 BLOCK_ROWS = 16_384
 BLOCK_BYTES = 8 << 20

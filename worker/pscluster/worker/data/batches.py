@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pscluster.worker.data.sources import cut
+from pscluster.worker.data.blocks import cut
 
 
 class Batches:

@@ -22,15 +22,7 @@ import numpy as np
 
 from pscluster.core.errors import DatasetError, PsClusterError
 from pscluster.worker.data.batches import Batches
-from pscluster.worker.data.processes.pool import Pool
-from pscluster.worker.data.processes.process_map import ProcessedElements, ProcessMap, Unprocessed
-from pscluster.worker.data.sources import (
-    Arrays,
-    Blocks,
-    Files,
-    Numbers,
-    Sent,
-    Source,
+from pscluster.worker.data.blocks import (
     check_block,
     cut,
     joined,
@@ -41,6 +33,9 @@ from pscluster.worker.data.sources import (
     take_rows,
     unstacked,
 )
+from pscluster.worker.data.processes.pool import Pool
+from pscluster.worker.data.processes.process_map import ProcessedElements, ProcessMap, Unprocessed
+from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, Sent, Source
 
 SPLIT = 1024  # default number of examples in a split
 _READ_BYTES = 1 << 18

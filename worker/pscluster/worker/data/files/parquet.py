@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.worker.data.blocks import cut, size_of
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
 from pscluster.worker.data.files.partitions import Partitions
-from pscluster.worker.data.sources import Blocks, Listed, Numbers, cut, size_of
+from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 logger = logging.getLogger(__name__)
 

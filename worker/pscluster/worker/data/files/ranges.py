@@ -15,9 +15,10 @@ import numpy as np
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.values import describe
+from pscluster.worker.data.blocks import joined, leaves, map_leaves
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
 from pscluster.worker.data.files.opening import DataFile, Opener, digests_of, of_each
-from pscluster.worker.data.sources import Listed, MappedArray, Numbers, RowFiles, Sent, joined, leaves, map_leaves
+from pscluster.worker.data.sources import Listed, MappedArray, Numbers, RowFiles, Sent
 
 _FILE_MAGIC, _STREAM_MAGIC = b"ARROW1", b"\xff\xff\xff\xff"
 

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from pscluster.core.functions.definitions import resolve_alone
 from pscluster.core.functions.policy import SerializationPolicy, choose
 from pscluster.core.role.process import tune_allocator
+from pscluster.worker.data.blocks import stacked, unstacked
 from pscluster.worker.data.processes.messages import Connection, Kind
 from pscluster.worker.data.processes.slots import Slot
-from pscluster.worker.data.sources import stacked, unstacked
 from pscluster.worker.failures import failure_of
 
 

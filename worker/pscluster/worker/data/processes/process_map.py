@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import DatasetError, MisuseError
+from pscluster.worker.data.blocks import cut, joined, leaves, map_leaves, size_of
 from pscluster.worker.data.processes.pool import Pool
-from pscluster.worker.data.sources import Sent, cut, joined, leaves, map_leaves, size_of
+from pscluster.worker.data.sources import Sent
 
 _TASKS = 3
 _MAX_TASK = 256  # examples

@@ -19,7 +19,7 @@ import numpy as np
 from pscluster.core.functions.definitions import record_resolver
 from pscluster.core.values import decode, encode
 from pscluster.v1 import value_pb2
-from pscluster.worker.data.sources import map_leaves
+from pscluster.worker.data.blocks import map_leaves
 
 _HEAD = struct.Struct("<QQQ")  # progress, the length of the encoding, the number of arrays that follow
 _NUMBER = struct.Struct("<Q")
