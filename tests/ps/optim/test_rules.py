@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim import kernels
-from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
+from pscluster.ps.optim.precision import compute_dtype
+from pscluster.ps.optim.row_sums import deduplicate
 from pscluster.ps.optim.rules import (
     RULES,
     SGD,

@@ -22,7 +22,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.limits import MAX_COUNT
 from pscluster.ps.client.move_steps import MoveSteps, Pages
 from pscluster.ps.handles.variable import Shard, Variable
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.tables import row_items, width_of
 from pscluster.v1 import ps_pb2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.specs import rule_of
 from pscluster.v1 import ps_pb2

@@ -21,7 +21,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.gradient_forms import Array, Forms, GradientForm
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.v1 import ps_pb2
 
 REDUCED_BYTES = 64 << 10

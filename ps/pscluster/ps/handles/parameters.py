@@ -19,7 +19,7 @@ from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import Variable
-from pscluster.ps.optim.kernels import Groups
+from pscluster.ps.optim.row_sums import Groups
 from pscluster.v1 import ps_pb2
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices
 from pscluster.ps.handles.variable import Variable
-from pscluster.ps.optim.kernels import deduplicate
+from pscluster.ps.optim.row_sums import deduplicate
 
 NonFinite = Literal["apply", "count", "skip", "refuse"]
 _POLICIES = ("apply", "count", "skip", "refuse")

@@ -19,7 +19,7 @@ import numpy as np
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.rows import ShardRows
 from pscluster.ps.handles.indexing import Array, Ids
-from pscluster.ps.optim.kernels import Groups, sum_rows, take_rows
+from pscluster.ps.optim.row_sums import Groups, sum_rows, take_rows
 
 
 class Share(NamedTuple):

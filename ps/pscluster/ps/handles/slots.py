@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pscluster.ps.handles.variable import Variable
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 
 
 class SlotVariable(Variable):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pscluster.ps.optim.buffers import items_of, workspace
-from pscluster.ps.optim.kernels import Ids
+from pscluster.ps.optim.row_sums import Ids
 from pscluster.ps.optim.rule import Array, UpdateRule
 
 MAX_ELEMENTS = 128 << 10

@@ -14,50 +14,21 @@ infinity follow IEEE arithmetic, without warnings: the caller refuses them befor
 
 from __future__ import annotations
 
-import bisect
-import functools
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.buffers import items_of, workspace
+from pscluster.ps.optim.precision import compute_dtype, is_real
+from pscluster.ps.optim.row_sums import IN_RANGE, ROW_BLOCK, Groups, Ids, RowSums, add_rows
 from pscluster.ps.optim.rule import Array, UpdateRule
-from pscluster.ps.row_ids import RowIds, are_strings, numbers_of
-
-DType = np.dtype[Any]
-Ids = npt.NDArray[np.int64]
 
 # Elements. Measured with Adam and SGD in float32: half the size costs a tenth, twice the size gains nothing.
 _BLOCK = 64 << 10
 
-# Elements, of whole rows. The larger, the more rows of equal ids are summed at once, which pays off if the ids
-# follow a power law.
-_ROW_BLOCK = 128 << 10
-
-# Rows are summed layer by layer until at most this many ids have further rows, then id by id.
-_FEW = 32
-
-# In its default mode, np.take with out= writes through a buffer, in case ids are out of range.
-_IN_RANGE: Literal["clip"] = "clip"
-
 _PARAM = ""  # beside the slots' names
-
-
-def compute_dtype(dtype: npt.DTypeLike) -> DType:
-    """Return the type in which a parameter of `dtype` is updated: float32 for the half types, else its own."""
-    given = np.dtype(dtype)
-    if given in (np.float32, np.float64):
-        return given
-    if given == np.float16 or given.name == "bfloat16":
-        return np.dtype(np.float32)
-    raise InvalidUpdateError(
-        f"a variable of dtype {given} can't be optimized: make it float16, bfloat16, float32 or float64"
-    )
 
 
 def new_slots(rule: UpdateRule, shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
@@ -131,7 +102,7 @@ def apply_rows(
     groups = Groups(ids) if distinct else Groups.of(ids)
     workspace.begin()
     with np.errstate(all="ignore"):
-        if param.shape[1] > _ROW_BLOCK:
+        if param.shape[1] > ROW_BLOCK:
             _apply_wide_rows(rule, param, groups, grads, slots, step)
         else:
             _apply_narrow_rows(rule, param, groups, grads, slots, step)
@@ -142,9 +113,9 @@ def _apply_narrow_rows(
 ) -> None:
     """Update blocks of several rows each."""
     width = param.shape[1]
-    many = min(_ROW_BLOCK // width, len(groups.ids))
+    many = min(ROW_BLOCK // width, len(groups.ids))
     kernel = _Kernel(rule, step, many * width, param, grads, slots)
-    sums = _Sums(groups, grads, many, kernel.dtype)
+    sums = RowSums(groups, grads, many, kernel.dtype)
     tables = {_PARAM: param} | {name: slots[name] for name in rule.slots}
     blocks = {name: workspace.array((many, width), table.dtype) for name, table in tables.items()}
     moves = [(items_of(table), items_of(blocks[name])) for name, table in tables.items()]
@@ -153,7 +124,7 @@ def _apply_narrow_rows(
         size = len(touched)
         for table, rows in moves:
             if table.flags.c_contiguous:
-                np.take(table, touched, out=rows[:size], mode=_IN_RANGE)
+                np.take(table, touched, out=rows[:size], mode=IN_RANGE)
             else:  # of which `take` would copy all first
                 rows[:size] = table[touched]
         flat = {name: rows[:size].reshape(-1) for name, rows in blocks.items()}
@@ -172,88 +143,8 @@ def _apply_wide_rows(
         grad = grads[first]
         if more:
             grad = grad.astype(kernel.dtype)
-            _add_rows(grad, grads, more)
+            add_rows(grad, grads, more)
         kernel.whole(param[row], grad, {name: slots[name][row] for name in rule.slots})
-
-
-def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
-    """Return the distinct ids, ascending, and for each the sum of its rows, added in the order given.
-
-    The rows, of shape (n, width), may be read-only and unaligned. The sums have their dtype or, for a half type,
-    float32. If the ids are strictly ascending and the dtype does not change, the arguments themselves are returned.
-    """
-    if rows.ndim != 2 or ids.shape != rows.shape[:1]:
-        raise InvalidUpdateError(f"rows of shape {rows.shape} for ids of shape {ids.shape}")
-    summed_in = compute_dtype(rows.dtype) if _is_real(rows.dtype) and rows.itemsize == 2 else rows.dtype
-    groups = Groups.of(ids)
-    if groups.order is None and summed_in == rows.dtype:
-        return ids, rows
-    return groups.ids, _summed(groups, rows, summed_in)
-
-
-def sum_rows(groups: Groups, rows: Sequence[Array], ends: Sequence[int]) -> Array:
-    """Return the sum of the rows of each group, added in the order given; an array that needs no sum is returned as is.
-
-    Args:
-        groups: of all rows, counted from one array to the next.
-        rows: arrays of shape (n, width) and one dtype, which the sums have; they may be read-only and unaligned.
-        ends: of the groups of each array's rows, which no other array has: the first has groups 0..ends[0]-1.
-    """
-    order, starts = groups.order, groups.starts
-    more = 0 if order is None or starts is None else len(order) - len(starts)  # rows that are added to another one
-    if order is None or len(rows) == 1 or more > _FEW:
-        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        return whole if order is None else _summed(groups, whole, whole.dtype)
-    result = np.empty((len(groups.ids), rows[0].shape[1]), rows[0].dtype)
-    if not result.size:
-        return result
-    firsts = order if starts is None else order[starts]
-    offsets = [0, *itertools.accumulate(map(len, rows))]
-    for array, offset, (begin, end) in zip(rows, offsets, itertools.pairwise((0, *ends)), strict=False):
-        if begin < end:
-            items = items_of(np.ascontiguousarray(array))
-            np.take(items, firsts[begin:end] - offset, out=items_of(result[begin:end]), mode=_IN_RANGE)
-    if more:
-        _add_later_rows(groups, rows, offsets, result)
-    return result
-
-
-def _add_later_rows(groups: Groups, rows: Sequence[Array], offsets: Sequence[int], sums: Array) -> None:
-    """Add to the first row of each group the others, in the order given."""
-    assert groups.counts is not None  # see `sum_rows`
-    with np.errstate(all="ignore"):
-        for group in np.flatnonzero(groups.counts > 1).tolist():
-            for position in groups.positions(group)[1:]:
-                array = bisect.bisect_right(offsets, position) - 1
-                np.add(sums[group], rows[array][position - offsets[array]], out=sums[group])
-
-
-def take_rows(rows: Array, positions: Ids) -> Array:
-    """Return the rows, of shape (n, width) and contiguous, at these positions, each of which there is."""
-    taken = np.empty((len(positions), rows.shape[1]), rows.dtype)
-    if taken.size:
-        np.take(items_of(rows), positions, out=items_of(taken), mode=_IN_RANGE)
-    return taken
-
-
-def _summed(groups: Groups, rows: Array, summed_in: DType) -> Array:
-    width = rows.shape[1]
-    result = np.empty((len(groups.ids), width), summed_in)
-    if not result.size:
-        return result
-    workspace.begin()
-    with np.errstate(all="ignore"):
-        if width > _ROW_BLOCK:
-            for index, total in enumerate(result):
-                first, *more = groups.positions(index)
-                np.copyto(total, rows[first], casting="unsafe")
-                _add_rows(total, rows, more)
-        else:
-            many = min(_ROW_BLOCK // width, len(result))
-            sums = _Sums(groups, rows, many, summed_in)
-            for start in range(0, len(result), many):
-                sums.write(start, result[start : start + many])
-    return result
 
 
 def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array], *, rows: bool = False) -> None:
@@ -277,17 +168,8 @@ def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array], *, rows: 
 
 
 def _check_gradient(grad: Array) -> None:
-    if not _is_real(grad.dtype):
+    if not is_real(grad.dtype):
         raise InvalidUpdateError(f"a gradient of dtype {grad.dtype}: make it a real floating type")
-
-
-def _is_real(dtype: DType) -> bool:
-    return dtype.kind == "f" or dtype.name == "bfloat16"
-
-
-def _add_rows(total: Array, rows: Array, positions: Sequence[int]) -> None:
-    for position in positions:
-        np.add(total, rows[position], out=total, dtype=total.dtype, casting="unsafe")
 
 
 class _Kernel:
@@ -337,164 +219,3 @@ def _loaded(values: Array, buffer: Array | None) -> Array:
     loaded = buffer[: values.size]
     np.copyto(loaded, values, casting="unsafe")
     return loaded
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Rows grouped by id, from `of`."""
-
-    ids: RowIds  # the distinct ones, ascending; strings by their hashes
-    order: Ids | None = None  # the rows' positions sorted as `ids`, stably; None: the rows are in order
-    starts: Ids | None = None  # for each of `ids`, where in `order` its positions start; None: each id has one row
-    counts: Ids | None = None  # for each of `ids`, the number of its rows; None: as above
-
-    @classmethod
-    def of(cls, ids: RowIds) -> Groups:
-        if are_strings(ids):
-            return cls._of_strings(ids)
-        n = len(ids)
-        if n < 2 or bool((ids[1:] > ids[:-1]).all()):
-            return cls(ids)
-        bits = (n - 1).bit_length()
-        if int(ids.min()) >= 0 and int(ids.max()) < 1 << (63 - bits):
-            # Id and position in one integer: sorting these is stable, and ten times as fast as a stable argsort.
-            keys = ids << bits
-            keys |= np.arange(n)
-            keys.sort()
-            order = keys & ((1 << bits) - 1)
-            keys >>= bits
-        else:
-            order = np.argsort(ids, kind="stable")
-            keys = ids[order]
-        first = np.empty(n, np.bool_)
-        first[0] = True
-        np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        starts = np.flatnonzero(first)
-        if len(starts) == n:
-            return cls(keys, order)
-        counts = np.empty_like(starts)
-        np.subtract(starts[1:], starts[:-1], out=counts[:-1])  # `diff` with `append` takes several times as long
-        counts[-1] = n - starts[-1]
-        return cls(keys[starts], order, starts, counts)
-
-    @classmethod
-    def _of_strings(cls, ids: RowIds) -> Groups:
-        """Group by hashes of as many bits as `of` sorts fast; by the strings themselves if two share such a hash."""
-        hashes = numbers_of(ids) >> np.uint64(max(len(ids) - 1, 1).bit_length() + 1)
-        groups = cls.of(hashes.view(np.int64))
-        order, starts, counts = groups.order, groups.starts, groups.counts
-        if order is None:
-            return cls(ids)
-        if starts is None or counts is None:
-            return cls(ids[order], order)
-        distinct = ids[order[starts]]
-        if (ids[order] == np.repeat(distinct, counts)).all():
-            return cls(distinct, order, starts, counts)
-        distinct, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        starts = np.cumsum(counts) - counts
-        return cls(distinct, np.argsort(inverse, kind="stable"), starts, counts)
-
-    @functools.cached_property
-    def inverse(self) -> Ids:
-        """For each row, which of `ids` is its own."""
-        groups = np.arange(len(self.ids), dtype=np.int64)
-        if self.order is None:
-            return groups
-        inverse = np.empty(len(self.order), np.int64)
-        inverse[self.order] = groups if self.counts is None else np.repeat(groups, self.counts)
-        return inverse
-
-    def positions(self, index: int) -> list[int]:
-        if self.order is None:
-            return [index]
-        if self.starts is None or self.counts is None:
-            return [int(self.order[index])]
-        start = self.starts[index]
-        return [int(position) for position in self.order[start : start + self.counts[index]]]
-
-
-class _Sums:
-    """Sums of the rows of equal ids, for one range of ids after another.
-
-    Rows are added layer by layer: one operation adds the second rows of all ids that have two, the next one the third
-    rows, and so on; finally, the few ids with very many rows are summed one at a time. Unlike those of `np.add.at` and
-    `np.add.reduceat`, these operations run along the rows, and each id's rows are added in order.
-    """
-
-    def __init__(self, groups: Groups, rows: Array, many: int, dtype: DType) -> None:
-        self._groups = groups
-        self._rows = np.ascontiguousarray(rows)
-        self._items = items_of(self._rows)
-        width = rows.shape[1]
-        cast = rows.dtype != dtype
-        shared = groups.starts is not None
-        self._sums = workspace.array((many, width), dtype) if groups.order is not None else None
-        self._totals = workspace.array((many if shared else 0, width), dtype)
-        self._layer = workspace.array((max(many, 2) if shared else 0, width), dtype)
-        self._uncast = workspace.array((max(many, 2), width), rows.dtype) if cast else None
-
-    def block(self, start: int, stop: int) -> Array:
-        """Return the sums for the ids from `start` to `stop`, at most `many`; valid until the next call."""
-        if self._sums is None:
-            return self._rows[start:stop]
-        sums = self._sums[: stop - start]
-        self.write(start, sums)
-        return sums
-
-    def write(self, start: int, out: Array) -> None:
-        """Write the sums for the ids from `start` on, one per row of `out`, at most `many`."""
-        span = slice(start, start + len(out))
-        order = self._groups.order
-        if order is None:
-            np.copyto(out, self._rows[span], casting="unsafe")
-        elif self._groups.starts is None or self._groups.counts is None:
-            self._gather(order[span], out)
-        else:
-            self._sum(order, self._groups.starts[span], self._groups.counts[span], out)
-
-    def _sum(self, order: Ids, starts: Ids, counts: Ids, out: Array) -> None:
-        self._gather(order[starts], out)
-        several = np.flatnonzero(counts > 1)
-        if not len(several):
-            return
-        # Ids with the most rows first: those with a row in a layer are the first `active` ones.
-        several = several[np.argsort(-counts[several], kind="stable")]
-        starts, fewer = starts[several], -counts[several]
-        totals = self._totals[: len(several)]
-        np.take(items_of(out), several, out=items_of(totals), mode=_IN_RANGE)
-        layer, active = 1, len(several)
-        while active > _FEW:
-            rows = self._layer[:active]
-            self._gather(order[starts[:active] + layer], rows)
-            np.add(totals[:active], rows, out=totals[:active])
-            layer += 1
-            active = int(np.searchsorted(fewer, -layer))
-        for index in range(active):
-            positions = order[starts[index] + layer : starts[index] - fewer[index]]
-            if len(positions) <= _FEW:
-                _add_rows(totals[index], self._rows, positions.tolist())
-            else:
-                self._add_all(totals[index], positions)
-        items_of(out)[several] = items_of(totals)
-
-    def _add_all(self, total: Array, positions: Ids) -> None:
-        """Add the rows at these positions to one total, in order."""
-        room = len(self._layer) - 1
-        for start in range(0, len(positions), room):
-            piece = positions[start : start + room]
-            rows = self._layer[: len(piece) + 1]
-            rows[0] = total
-            self._gather(piece, rows[1:])
-            if rows.shape[1] == 1:  # reduce would add pairwise
-                np.cumsum(rows, axis=0, dtype=rows.dtype, out=rows)
-                total[:] = rows[-1]
-            else:
-                np.add.reduce(rows, axis=0, dtype=rows.dtype, out=total)
-
-    def _gather(self, positions: Ids, out: Array) -> None:
-        if self._uncast is None:
-            np.take(self._items, positions, out=items_of(out), mode=_IN_RANGE)
-        else:
-            uncast = self._uncast[: len(positions)]
-            np.take(self._items, positions, out=items_of(uncast), mode=_IN_RANGE)
-            np.copyto(out, uncast, casting="unsafe")

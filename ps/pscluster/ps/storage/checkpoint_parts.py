@@ -29,7 +29,8 @@ from pscluster.core.errors import CheckpointMisfitError, StaleError, Unavailable
 from pscluster.core.geometry.moves import common_rows
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import Ids
-from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.optim.kernels import new_slots
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.server.embedding import table_policy, tables
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.metadata import check_texts

@@ -19,7 +19,7 @@ from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps import row_index
 from pscluster.ps.initializers import RandomUniform
-from pscluster.ps.optim.kernels import Groups
+from pscluster.ps.optim.row_sums import Groups
 from pscluster.ps.row_ids import columns_of, dtype_in, numbers_of, rows_by, string_ids, texts_of
 from pscluster.ps.server.embedding.table_changes import carry_out, decide, record_bytes, recorded
 from pscluster.ps.server.embedding.tables import new_array, read_rows, rows_of

@@ -33,7 +33,8 @@ from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client.placements import Placements
 from pscluster.ps.handles.indexing import whole_index
 from pscluster.ps.handles.variable import Variable
-from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.optim.kernels import new_slots
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.server.requests import creation, update_checks, updates
 from pscluster.ps.server.requests.payload import Payload

@@ -17,7 +17,8 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, Unavailable
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
 from pscluster.ps import row_ids
-from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.optim.kernels import new_slots
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.server.embedding import tables
 from pscluster.ps.server.requests import encoded
 from pscluster.ps.server.requests.payload import Payload

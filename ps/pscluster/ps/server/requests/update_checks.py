@@ -16,7 +16,7 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
 from pscluster.ps import row_ids
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.row_ids import RowIds
 from pscluster.ps.server.embedding import table_changes
 from pscluster.ps.server.requests import encoded

@@ -12,7 +12,8 @@ import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.joint import Part, apply_together
-from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
+from pscluster.ps.optim.row_sums import deduplicate
 from pscluster.ps.server.embedding import tables
 from pscluster.ps.server.embedding.table_changes import Placed
 from pscluster.ps.server.requests import encoded

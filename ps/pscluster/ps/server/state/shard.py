@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding.reserved_rows import resized
 from pscluster.ps.server.embedding.table_policy import Sightings

@@ -20,7 +20,7 @@ import numpy as np
 
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.transport.frames import padded, padding, view
-from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.server.requests.changes import Change
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.requests.selection import table_of
