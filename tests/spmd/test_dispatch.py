@@ -56,6 +56,17 @@ def test_every_ufunc(name: str, mesh: spmd.Mesh) -> None:
             np.testing.assert_array_equal(other.full(), one)
 
 
+def test_equal_numbers_are_not_confused(mesh: spmd.Mesh) -> None:
+    """What is remembered of an operation is that of its number's type and sign, too: 1, 1.0 and True are equal."""
+    whole, real = (spmd.distribute(np.arange(6, dtype=of), Layout(["x"], mesh)) for of in (np.int32, np.float64))
+    for number in (1, 1.0, True, 1 + 0j, 1, True):
+        found, wanted = (whole + number).full(), np.arange(6, dtype=np.int32) + number
+        assert found.dtype == wanted.dtype, number
+        np.testing.assert_array_equal(found, wanted)
+    for zero in (0.0, -0.0, 0.0):
+        assert np.signbit((real * zero).full()).all() == np.signbit(zero)
+
+
 def test_every_covered_function_is_compared() -> None:
     """Each is called in the cases, or in this module."""
     text = Path(cases.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(encoding="utf-8")

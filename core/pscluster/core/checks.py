@@ -51,6 +51,8 @@ def real(
 
 def whole(name: str, value: object, hint: str = "", *, kind: str = "whole number", **limits: Unpack[Limits]) -> int:
     """Return a whole number, which may be given as a float such as 1e6, as an int; see `real`."""
+    if type(value) is int and _within(value, limits):
+        return value
     if not isinstance(value, _NO_NUMBERS):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = int(value)  # type: ignore[call-overload]  # the error is the check

@@ -189,6 +189,8 @@ def current_function() -> FunctionContext | None:
     """
     if (own := _current.get()) is not None:
         return own
+    if not _of_process:
+        return None
     contexts = list(_of_process)  # an atomic copy: other threads add and remove contexts
     steps = [context for context in contexts if context.function]
     if len(steps) > 1 and steps[-1].turn is None:

@@ -6,7 +6,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pscluster.core.errors import MisuseError
@@ -23,9 +24,11 @@ from pscluster.worker.programs.store import BlockStore
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator, RemoteValue
+    from pscluster.core.functions.definitions import CapturedFunction
     from pscluster.spmd.session import Fetched, Running
 
 _LAST = worker_pb2.SynchronousSteps.LAST
+_NO_NAMED: Mapping[str, Any] = MappingProxyType({})
 
 
 def definition_of(name: str, program: Sendable) -> Callable[..., Any]:
@@ -94,8 +97,10 @@ class _OnWorkers:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for all workers, also if the program has failed on one."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        left = (None if deadline is None else max(0.0, deadline - time.monotonic()) for _ in self._values)
-        return all(value.wait(seconds) for value, seconds in zip(self._values, left, strict=True))
+        for value in self._values:
+            if not value.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False
+        return True
 
     def result(self) -> Fetched:
         """Return what all workers have fetched."""
@@ -163,6 +168,7 @@ class Workers:
         self._workers = [index for _, index in mesh.tasks]
         self._store = BlockStore()  # stands for each worker's own
         self._step: _Step | None = None  # the last one
+        self._run_program: CapturedFunction | None = None
 
     @property
     def coordinator(self) -> ClusterCoordinator:
@@ -181,24 +187,32 @@ class Workers:
 
     def start(self, program: Sendable) -> Running:
         """Schedule a program. Raises CancelledError while the error of a scheduled function has not been raised."""
-        from pscluster.coordinator import PerReplica  # what needs no workers should not import it
-
         coordinator = self.coordinator
-        payloads: Any = PerReplica(program.payloads) if any(program.payloads) else ()
-        rest: tuple[Any, ...] = (self._store, program.numbers.encoded(), payloads)
-        if program.variables:
-            rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
         definition = program.definition
         if definition is None and program.functions:
             definition = definition_of("local_map", program)
         # Under a definition, workers are sent the text once, and then its digest.
-        fn, args = (run_program, (program.text, *rest)) if definition is None else (definition, rest)
-        homes, size = coordinator.members(self._workers)
+        text = (program.text,) if definition is None else ()
+        variables: tuple[Any, ...] = ()
+        if program.variables:
+            variables = [variable.handle for variable in program.variables], list(program.optimizers)
+        numbers = program.numbers.encoded()
+        args = [
+            ((*text, self._store, numbers, payloads, *variables), _NO_NAMED)
+            for payloads in (program.payloads if any(program.payloads) else [()])
+        ]
+        if len(args) == 1:
+            args *= len(self._workers)  # the same object: encoded once
+        homes, _ = coordinator.members(self._workers)
+        if definition is not None:
+            function = coordinator.captured_for_gang(definition)
+        else:
+            function = self._run_program = self._run_program or coordinator.captured_for_gang(run_program)
         if self._step is not None:
             self._step.scheduled.wait()  # programs run in order
             self._step = None
         # The session raises its errors: they concern no other function.
-        call = functools.partial(coordinator.schedule_gang, fn, args, None, homes, size, None, 0, None, isolated=True)
+        call = functools.partial(coordinator.schedule_members, function, args, homes, isolated=True)
         if not program.updates:
             return _OnWorkers(call())
         self._step = _Step()

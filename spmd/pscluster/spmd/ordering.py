@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Recorded = tuple[Any, ...]
-"""An instruction as `Recording` has it, with numbers of arrays."""
+"""An instruction as `Recording` has it, with places of arrays."""
 
 
 def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the numbers of the arrays that an instruction reads, and that it makes."""
+    """Return the places of the arrays that an instruction reads, and that it makes."""
     match instruction:
         case ("compute", written, _, read, _, _) | ("call", written, _, read, _, _):
             return read, written

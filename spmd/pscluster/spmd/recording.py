@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+_REMEMBERED_INSTRUCTIONS = 16
+"""The most of a program whose text is remembered."""
+
+_REMEMBERED_TEXTS = 1024
+
+_texts: dict[tuple[Any, ...], str] = {}
+
 
 class Ref:
     """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
@@ -97,7 +104,8 @@ class Recording:
         self.payload_bytes = 0
         self.work = 0  # elements that are computed, made or moved, about
         self._code: list[Recorded] = []
-        self._types: dict[int, ArrayType] = {}  # by the number of the array, in the order of first use
+        self._places: dict[int, int] = {}  # by the number of the array: how many were used before it
+        self._types: list[ArrayType] = []  # by place
         self._inputs: dict[int, Ref] = {}  # kept until it is sent
         self._made: dict[int, weakref.ref[Ref]] = {}
         self._payloads: list[tuple[Mapping[int, Array], ArrayType]] = []
@@ -198,34 +206,7 @@ class Recording:
         gone = set(dropped)
         inputs = list(self._inputs)
         outputs = [number for number, made in self._made.items() if number not in gone and made() is not None]
-        order = inputs + [number for number in self._types if number not in self._inputs]
-        register = {number: position for position, number in enumerate(order)}
-        code: list[list[Any]] = []
-        for name, *rest in ordered(self._code, self._is_exchange):
-            match name:
-                case "compute":
-                    written, function, read, args, kwargs = rest
-                    numbers = [register[number] for number in written], [register[number] for number in read]
-                    code.append([name, numbers[0], function, numbers[1], args, kwargs])
-                case "call":
-                    written, function, read, *others = rest
-                    numbers = [register[number] for number in written], [register[number] for number in read]
-                    code.append([name, numbers[0], function, numbers[1], *others])
-                case "move":
-                    code.append([name, register[rest[1]], register[rest[0]]])
-                case "update":
-                    code.append([name, rest[1], register[rest[0]], *rest[2:]])
-                case _:
-                    code.append([name, register[rest[0]], *rest[1:]])
-        text = encode(
-            self.mesh,
-            [self._types[number] for number in order],
-            len(inputs),
-            code,
-            [register[n] for n in outputs],
-            [variable.type for variable in self._variables],
-            len(self._optimizers),
-        )
+        text = self._text([self._places[number] for number in outputs])
         later = [number for number in gone if number in self._inputs]
         forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
         payloads, functions = payloads_by_task(self.mesh, self._tasks, self._payloads), tuple(self._functions)
@@ -238,29 +219,83 @@ class Recording:
             program = replace(program, variables=variables, optimizers=optimizers, updates=updates, fetches=fetches)
         return program, later
 
+    def _text(self, outputs: Sequence[int]) -> str:
+        """Return the program as text, given the places of its outputs.
+
+        Small ones are remembered, by what is recorded: they tend to be the same again and again, and a look-up takes a
+        fifth of the time. Arguments are compared as they are shown, since 1, 1.0 and True are equal.
+        """
+        if len(self._code) > _REMEMBERED_INSTRUCTIONS or self._variables:
+            return self._written(outputs)
+        inputs = [self._places[number] for number in self._inputs]
+        key = self.mesh, f"{self._code} {inputs} {outputs}", *self._types
+        if (text := _texts.get(key)) is None:
+            if len(_texts) >= _REMEMBERED_TEXTS:
+                _texts.clear()
+            text = _texts[key] = self._written(outputs)
+        return text
+
+    def _written(self, outputs: Sequence[int]) -> str:
+        inputs = [self._places[number] for number in self._inputs]
+        made = [place for number, place in self._places.items() if number not in self._inputs]
+        order = inputs + made
+        register = {place: position for position, place in enumerate(order)}
+        code: list[list[Any]] = []
+        for name, *rest in ordered(self._code, self._is_exchange):
+            match name:
+                case "compute":
+                    written, function, read, args, kwargs = rest
+                    places = [register[place] for place in written], [register[place] for place in read]
+                    code.append([name, places[0], function, places[1], args, kwargs])
+                case "call":
+                    written, function, read, *others = rest
+                    places = [register[place] for place in written], [register[place] for place in read]
+                    code.append([name, places[0], function, places[1], *others])
+                case "move":
+                    code.append([name, register[rest[1]], register[rest[0]]])
+                case "update":
+                    code.append([name, rest[1], register[rest[0]], *rest[2:]])
+                case _:
+                    code.append([name, register[rest[0]], *rest[1:]])
+        return encode(
+            self.mesh,
+            [self._types[place] for place in order],
+            len(inputs),
+            code,
+            [register[place] for place in outputs],
+            [variable.type for variable in self._variables],
+            len(self._optimizers),
+        )
+
     def _is_exchange(self, instruction: Recorded) -> bool:
         """Return whether an instruction brings something from one device to another."""
         if instruction[0] != "move":
             return False
-        source, of = (self._types[number] for number in instruction[1:])
+        source, of = (self._types[place] for place in instruction[1:])
         return not moving(source.layout, of.layout, of.shape, source.partial).is_free
 
     def _read(self, ref: Ref) -> int:
         if ref.number not in self._made:
             self._inputs[ref.number] = ref
-        self._types[ref.number] = ref.type
-        return ref.number
+        return self._place(ref)
 
     def _write(self, ref: Ref) -> int:
         self._made[ref.number] = weakref.ref(ref)
-        self._types[ref.number] = ref.type
-        return ref.number
+        return self._place(ref)
+
+    def _place(self, ref: Ref) -> int:
+        if (place := self._places.get(ref.number)) is None:
+            place = self._places[ref.number] = len(self._types)
+            self._types.append(ref.type)
+        return place
 
 
 def payloads_by_task(
     mesh: Mesh, tasks: Sequence[int], payloads: Sequence[tuple[Mapping[int, Array], ArrayType]]
 ) -> list[list[Mapping[int, Array]]]:
     """Return, for each of these tasks, the blocks of each array that its devices have."""
+    if not payloads:
+        return [[] for _ in tasks]
     by_task: list[list[Mapping[int, Array]]] = []
     for task in tasks:
         devices = mesh.devices_of(task)

@@ -63,6 +63,12 @@ Fetched = list[list[list[Array]]]
 """By task: what each fetch of a program has returned."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _places(layout: Layout, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Return where each block lies in an array of this shape, in the order of the devices that are asked for them."""
+    return [layout.slices(shape, device) for device in sorted(layout.owners)]
+
+
 class ResultsLostError(TensorLostError):
     """A program's results are lost, and nothing else. It is raised where they are used, if they are."""
 
@@ -283,8 +289,8 @@ class Session:
             return blocks[0].copy()
         of = source.type
         out = np.empty(of.shape, of.dtype)
-        for device, block in zip(sorted(of.layout.owners), blocks, strict=True):
-            out[of.layout.slices(of.shape, device)] = block
+        for place, block in zip(_places(of.layout, of.shape), blocks, strict=True):
+            out[place] = block
         return out
 
     def _fetch(self, source: Ref, *, every_device: bool, timeout: float | None) -> list[Array]:
@@ -364,7 +370,8 @@ class Session:
 
     def _use(self, ref: Ref) -> None:
         """Record that an array's blocks are sent, if they are still here. TensorLostError if it was never made."""
-        self._check(ref)
+        if self._failed:
+            self._check(ref)
         if ref.blocks is not None:
             self._recording.load(ref, ref.blocks)
             ref.blocks, ref.program = None, self._recording.number
@@ -379,10 +386,12 @@ class Session:
 
     def _send_soon(self) -> None:
         """Send what is recorded, unless it can wait for something that runs."""
+        recording = self._recording
+        large = len(recording) >= MAX_INSTRUCTIONS or recording.payload_bytes >= MAX_PAYLOAD_BYTES
+        if not large and len(recording) < WORTH_INSTRUCTIONS and recording.work < WORTH_WORK:
+            return
         self._reap()
-        large = len(self._recording) >= MAX_INSTRUCTIONS or self._recording.payload_bytes >= MAX_PAYLOAD_BYTES
-        small = len(self._recording) < WORTH_INSTRUCTIONS and self._recording.work < WORTH_WORK
-        if not large and (self._running or small):
+        if self._running and not large:
             return
         if self._sending.acquire(blocking=large):
             try:
@@ -416,6 +425,8 @@ class Session:
 
     def _reap(self) -> None:
         """Take note of programs that have ended."""
+        if not self._running:
+            return
         with self._lock:
             while self._running and self._running[0][1].wait(0):
                 number, running = self._running.popleft()

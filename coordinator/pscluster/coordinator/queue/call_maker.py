@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pscluster.coordinator.data.data_part import DataPart
@@ -66,7 +65,10 @@ class CallMaker:
         Not of one with RemoteValues among them: those take the place of their placeholders there.
         """
         result = RemoteValue(call.function.name, self._resolve_handle, self._owner)
-        return result, replace(call, result=weakref.ref(result))
+        of_arguments = call.arguments, call.attachments, call.remote, call.classes, call.define, call.handles
+        return result, Call(
+            call.function, weakref.ref(result), *of_arguments, parts=call.parts, answer=call.answer
+        )  # `dataclasses.replace` takes ten times as long
 
     def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Encode the arguments, as they are now, into a call."""

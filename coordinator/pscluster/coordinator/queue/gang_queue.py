@@ -21,10 +21,13 @@ from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.cluster.spec import tasks_in_words
 from pscluster.core.errors import MisuseError
+from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.ids import fresh_id
 from pscluster.core.values import encode, map_structure
 from pscluster.v1 import worker_pb2
 from pscluster.worker.steps.results import of_steps
+
+_NOTHING = encode(None)
 
 
 class GangQueue(FunctionQueue):
@@ -91,17 +94,51 @@ class GangQueue(FunctionQueue):
         `spare` have returned, one whose worker is lost or silent counts as having returned `no_result`.
         """
         timeout, retries = checked_limits(timeout, retries, wait)
+        function = self.captured_for_gang(fn)
+        arguments = own_values((list(args or ()), dict(kwargs or {})), size)
+        limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
+        return self.schedule_members(
+            *(function, arguments, homes, limits, wait),
+            min_workers=min_workers,
+            steps=steps,
+            spare=spare,
+            no_result=no_result,
+            answer=answer,
+            isolated=isolated,
+        )
+
+    def captured_for_gang(self, fn: Callable[..., Any]) -> CapturedFunction:
+        """Capture a function for a gang. MisuseError if it captures a part of a dataset. For internal use."""
         function = self._functions.get(fn)
         check_no_part(function)
+        return function
+
+    def schedule_members(
+        self,
+        function: CapturedFunction,
+        arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        homes: Sequence[int] | None,
+        limits: RunLimits = NO_LIMITS,
+        wait: float | None = None,
+        *,
+        min_workers: int = 0,
+        steps: worker_pb2.SynchronousSteps | None = None,
+        spare: int = 0,
+        no_result: Any = None,
+        answer: Callable[[Question], None] | None = None,
+        isolated: bool = False,
+    ) -> list[RemoteValue]:
+        """Do what `schedule_gang` does, given the positional and named arguments of each member. For internal use.
+
+        Those that are the same object are encoded once.
+        """
         values: list[RemoteValue] = []
         calls: list[Call] = []
-        arguments = own_values((list(args or ()), dict(kwargs or {})), size)
         for own in arguments:
             if calls and own is arguments[0] and not calls[0].remote:
                 value, call = self._calls.repeat(calls[0])
             else:
-                own_args, own_kwargs = own
-                value, call = self._calls.make(function, own_args, own_kwargs, answer)
+                value, call = self._calls.make(function, *own, answer)
             if call.parts:
                 raise MisuseError(f"{function.name} runs on several workers: it can't take a part of a dataset")
             if any(remote.status is not RemoteValueStatus.READY for remote in call.remote.values()):
@@ -109,9 +146,8 @@ class GangQueue(FunctionQueue):
             values.append(value)
             calls.append(call)
         keys = [fresh_id() for _ in calls]
-        limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
         gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare, isolated=isolated)
-        gang.no_result = encode(no_result), ()
+        gang.no_result = _NOTHING if no_result is None else encode(no_result), ()
         self._dispatcher.submit_gang(gang, wait)
         return values
 

@@ -46,6 +46,17 @@ class Result:
     dtype: np.dtype[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a function is applied to operands of certain shapes and layouts."""
+
+    labels: Sequence[Sequence[Label]]  # of the operands' axes
+    results: Sequence[Result]
+    layouts: Sequence[Layout]  # that the operands must have
+    types: Sequence[ArrayType]  # of the results
+    work: int  # of the busiest device
+
+
 @functools.cache
 def block(number: int) -> Placeholder:
     """Return what stands for an operand's block in arguments."""
@@ -83,7 +94,11 @@ def numpys(*names: str) -> list[Any]:
 
 def mesh_of(*values: Any) -> Mesh:
     """Return the mesh of the global arrays among these. Raise LayoutError if there are two."""
-    meshes = [value.mesh for value in values if isinstance(value, DTensor)]
+    return one_mesh([value.mesh for value in values if isinstance(value, DTensor)])
+
+
+def one_mesh(meshes: Sequence[Mesh]) -> Mesh:
+    """Return the mesh that all operands are on. Raise LayoutError if there are two."""
     for mesh in meshes[1:]:
         if mesh != meshes[0]:
             raise LayoutError(
@@ -129,7 +144,7 @@ def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[np.dt
         operands = tuple(
             (DTensor, arg.dtype, arg.ndim) if isinstance(arg, DTensor) else (type(arg), arg, 0) for arg in args
         )
-        return _types_of_ufunc(function, operands, tuple(kwargs.items()))
+        return types_of_ufunc(function, operands, tuple(kwargs.items()))
 
     def small(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -153,10 +168,13 @@ def _types_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 @functools.lru_cache(maxsize=1024)
-def _types_of_ufunc(
+def types_of_ufunc(
     ufunc: np.ufunc, operands: tuple[tuple[type, Any, int], ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> list[np.dtype[Any]]:
-    """Do what `probe` does. Numbers come with their type: 1, 1.0 and True are equal."""
+    """Do what `probe` does, given DTensor, type and rank of each array; and type and value of each number, and 0.
+
+    Numbers come with their type: 1, 1.0 and True are equal.
+    """
     args = [_single(value, ndim) if kind is DTensor else value for kind, value, ndim in operands]
     return _types_of(ufunc, args, dict(kwargs))
 
@@ -184,45 +202,47 @@ def apply(
         combine: the ufunc that combines results of blocks, if labels that no result has are sharded. "" if there is
             none: then those are not sharded.
     """
-    mesh = mesh_of(*operands)
+    mesh_of(*operands)
     of_operands = tuple(
         [
             (tuple(of), operand.shape, operand.layout, operand.nbytes)
             for of, operand in zip(labels, operands, strict=True)
         ]
     )
-    layouts, types, work = _planned(of_operands, tuple(results), frozenset(whole), combine)
+    plan = planned(of_operands, tuple(results), frozenset(whole), combine)
+    return apply_planned(function, operands, plan, args, kwargs or {})
+
+
+def apply_planned(
+    function: str, operands: Sequence[DTensor], plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[DTensor]:
+    """Do what `apply` does, as planned."""
     known: dict[tuple[int, Layout], Ref] = {}  # an array that occurs twice moves once
     refs: list[Ref] = []
-    for operand, layout in zip(operands, layouts, strict=True):
+    for operand, layout in zip(operands, plan.layouts, strict=True):
+        if layout == operand.layout:
+            refs.append(operand.settled)  # which is kept
+            continue
         key = id(operand), layout
         if key not in known:
             known[key] = operand.in_layout(layout)
         refs.append(known[key])
-    made = session_of(mesh).compute(
-        types,
-        function,
-        refs,
-        [encoded(arg) for arg in args],
-        {name: encoded(arg) for name, arg in (kwargs or {}).items()},
-        work,
-    )
-    tensors = [DTensor(ref, of.layout) for ref, of in zip(made, types, strict=True)]
-    record(function, operands, labels, tensors, [result.labels for result in results], args, kwargs or {})
+    of_args = [encoded(arg) for arg in args]
+    of_kwargs = {name: encoded(arg) for name, arg in kwargs.items()}
+    made = session_of(operands[0].mesh).compute(plan.types, function, refs, of_args, of_kwargs, plan.work)
+    tensors = [DTensor(ref, of.layout) for ref, of in zip(made, plan.types, strict=True)]
+    record(function, operands, plan.labels, tensors, [result.labels for result in plan.results], args, kwargs)
     return tensors
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(
+def planned(
     operands: tuple[tuple[tuple[Label, ...], tuple[int, ...], Layout, int], ...],
     results: tuple[Result, ...],
-    whole: frozenset[Label],
-    combine: str,
-) -> tuple[list[Layout], list[ArrayType], int]:
-    """Apply the rule, given labels, shape, layout and bytes of each operand: see `apply`.
-
-    Return the layouts that the operands must have, the results, and the work of the busiest device.
-    """
+    whole: frozenset[Label] = frozenset(),
+    combine: str = "",
+) -> Plan:
+    """Apply the rule, given labels, shape, layout and bytes of each operand: see `apply`."""
     mesh = operands[0][2].mesh
     kept = list(dict.fromkeys(label for result in results for label in result.labels if label is not None))
     unsharded = set(whole)
@@ -249,15 +269,16 @@ def _planned(
         for label, length in zip(of, shape, strict=True)
         if label is not None
     }
-    return [Layout(specs, mesh) for specs in rule.operands], types, rule.work(lengths, dict(mesh.dims))
+    layouts = [Layout(specs, mesh) for specs in rule.operands]
+    return Plan([of for of, *_ in operands], results, layouts, types, rule.work(lengths, dict(mesh.dims)))
 
 
 def encoded(value: Any) -> Any:
     """Return an argument as in a program. Raise TypeError for what can't be one."""
-    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
-        return value
     if isinstance(value, Placeholder):
         return [value.kind, value.number]
+    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        return value
     if isinstance(value, tuple | list):
         return ["tuple" if isinstance(value, tuple) else "list", *map(encoded, value)]
     if isinstance(value, slice):

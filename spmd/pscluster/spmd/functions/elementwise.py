@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,21 @@ import numpy.typing as npt
 from pscluster.core.layouts.rule import Label
 from pscluster.core.layouts.rule import elementwise as labels_of
 from pscluster.spmd.functions.applying import (
+    Plan,
     Result,
     apply,
+    apply_planned,
     as_tensor,
     block,
     implements,
     is_scalar,
     mesh_of,
     numpys,
+    one_mesh,
+    planned,
     probe,
     refuse_out,
+    types_of_ufunc,
 )
 from pscluster.spmd.tensor import FUNCTIONS, UFUNCS, DTensor, unsupported
 from pscluster.worker.programs.operations import OPERATIONS
@@ -34,6 +40,8 @@ def elementwise(
 
     `rest` are further positional arguments. Return its result, or a tuple of several.
     """
+    if isinstance(function, np.ufunc) and not rest:
+        return _elementwise_ufunc(name, function, operands, kwargs)
     mesh = mesh_of(*operands)
     given = [value if is_scalar(value) or value is None else as_tensor(value, mesh) for value in operands]
     tensors = [value for value in given if isinstance(value, DTensor)]
@@ -44,6 +52,37 @@ def elementwise(
     results = [Result(of_result, shape, dtype) for dtype in dtypes]
     made = apply(name, tensors, labels, results, [*args, *rest], kwargs)
     return made[0] if len(made) == 1 else tuple(made)
+
+
+def _elementwise_ufunc(name: str, ufunc: np.ufunc, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Apply a ufunc: what does not depend on which arrays these are is looked up."""
+    tensors: list[DTensor] = []
+    args: list[Any] = []
+    key: list[tuple[Any, ...]] = []
+    for value in operands:
+        if is_scalar(value) or value is None:
+            args.append(value)
+            key.append((type(value), value))
+            continue
+        tensor = value if isinstance(value, DTensor) else as_tensor(value, mesh_of(*operands))
+        args.append(block(len(tensors)))
+        key.append((DTensor, tensor.shape, tensor.dtype, tensor.layout))
+        tensors.append(tensor)
+    made = apply_planned(name, tensors, _plan_of_ufunc(ufunc, tuple(key), tuple(kwargs.items())), args, kwargs)
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_of_ufunc(ufunc: np.ufunc, operands: tuple[tuple[Any, ...], ...], kwargs: tuple[tuple[str, Any], ...]) -> Plan:
+    """Plan a ufunc, given DTensor, shape, type and layout of each array; and type and value of each number."""
+    arrays = [of[1:] for of in operands if of[0] is DTensor]
+    one_mesh([layout.mesh for _, _, layout in arrays])
+    labels, shape, of_result = _broadcast(tuple([own for own, _, _ in arrays]))
+    probed = tuple([(DTensor, of[2], len(of[1])) if of[0] is DTensor else (*of, 0) for of in operands])
+    results = tuple([Result(of_result, shape, dtype) for dtype in types_of_ufunc(ufunc, probed, kwargs)])
+    sizes = [math.prod(own) * dtype.itemsize for own, dtype, _ in arrays]
+    of_arrays = zip(labels, arrays, sizes, strict=True)
+    return planned(tuple([(tuple(of), own, layout, size) for of, (own, _, layout), size in of_arrays]), results)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,6 +104,8 @@ def call_ufunc(ufunc: np.ufunc, *inputs: Any, **kwargs: Any) -> Any:
         return handler(*inputs, **kwargs)
     if OPERATIONS.get(name) is not ufunc:
         raise unsupported(name)
+    if not kwargs:  # as nearly always
+        return _elementwise_ufunc(name, ufunc, inputs, kwargs)
     refuse_out(name, kwargs)
     if unknown := kwargs.keys() - {"dtype", "casting"}:
         raise unsupported(name, f"with {min(unknown)}=")
