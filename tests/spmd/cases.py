@@ -105,6 +105,10 @@ def _cases() -> list[Case]:
         dstack=lambda a: np.dstack([a, a]),
         atleast_3d=np.atleast_3d,
         block=lambda a: np.block([[a, a], [a, a]]),
+        by_one_bool=lambda a: [a[True], a[np.False_]],
+        columns_first=lambda a: [np.ravel(a, "F"), np.reshape(a, (a.shape[1], -1, 1), order="F") if a.size else a],
+        taken_none=lambda a: np.take(a, [], axis=1),
+        no_difference=lambda a: np.diff(a, 0, prepend=0),
     )
     of(
         FULL,
@@ -137,6 +141,12 @@ def _cases() -> list[Case]:
         pieces=lambda a: list(np.split(a, a.shape[0])),
         prod_of_initial=lambda a: np.max(a, axis=1, initial=2.0),
         column_stack=lambda a: np.column_stack([a, a[:, 0]]),
+        largest_so_far=lambda a: [np.maximum.accumulate(a, 1), np.logical_or.accumulate(a > 0.9)],
+        triangles_of_rows=lambda a: [np.tril(a[0]), np.triu(a[0], 1)],
+        quantiles_of_integers=lambda a: [
+            np.nanpercentile((a * 9).astype(int), [20, 60], axis=0, method="nearest"),
+            np.nanquantile(a[:, :, None], 0.3, axis=(0, 2), keepdims=True),
+        ],
     )
     of(
         MATRICES,
@@ -240,7 +250,13 @@ def _cases() -> list[Case]:
     )
     of([[(5, 4), (7, 4)]], exact=False, inner=np.inner, vecdot=lambda a, b: np.einsum("...k,...k->...", a[:, None], b))
     of([[(2, 5, 3), (3, 4)], [(4, 3), (2, 3, 5)]], exact=False, batched=lambda a, b: a @ b)
-    of([[(5,), (5,)]], exact=False, vdot=np.vdot, vector_product=lambda a, b: a @ b)
+    of(
+        [[(5,), (5,)]],
+        exact=False,
+        vdot=np.vdot,
+        vdot_of_bools=lambda a, b: np.vdot(a > 0.5, b > 0.1),
+        vector_product=lambda a, b: a @ b,
+    )
     of([[(5, 4), (4,)], [(3, 6), (6,)]], exact=False, matrix_vector=lambda a, b: a @ b)
     of([[(7, 3), (7, 3)], [(2, 3), (3,)]], cross=np.cross)
     of([[(4, 4), (4, 3)]], exact=False, solve=lambda a, b: np.linalg.solve(a + 4 * np.eye(4), b))
@@ -268,6 +284,16 @@ def _cases() -> list[Case]:
         complex_norm=np.linalg.norm,
         complex_scalar=lambda a: a * 2j,
         complex_product=lambda a: np.vdot(a, a),
+    )
+    of(
+        [[(7, 5)]],
+        dtype="float16",
+        exact=False,
+        type_of_average=lambda a: np.average((a * 9).astype(np.uint8), 0, a),
+        type_of_edges=lambda a: np.ediff1d(a, to_begin=np.float64(1), to_end=[1, 2]),
+        types_of_choices=lambda a: [np.select([a > 0.5], [a], 5), np.select([a > 0.5], [2], a.astype(int))],
+        type_of_polynomial=lambda a: np.polyval([1, 2.5], a),
+        infinite_nanvar=lambda a: np.nanvar(np.where(a > 0.5, np.inf, a), axis=0),
     )
     of([[(7, 5)]], dtype="float32", scalars_are_weak=lambda a: a * 2.0 + np.float32(1), float32_round=lambda a: a // 1)
     of([[(7, 5)]], dtype="float16", exact=False, half_mean=lambda a: a.mean(axis=0).astype(np.float32))
@@ -330,6 +356,9 @@ def _cases() -> list[Case]:
             cumulative_sum=lambda a: np.cumulative_sum(a, axis=0, include_initial=True),
             cumulative_prod=lambda a: np.cumulative_prod(a, axis=1),
             unstack=lambda a: np.unstack(a, axis=1),
+            bools=lambda a: [np.vecdot(a > 0.5, a > 0.2), np.vecmat(a[0] > 0.5, (a > 0.2).T)],
+            vector_norms_of_matrices=lambda a: [np.linalg.vector_norm(a[None], axis=(0, 2), ord=p) for p in (1, 2, 3)],
+            initial_of_scalars=lambda a: np.cumulative_sum(a[0, 0], include_initial=True),
             vector_norm=lambda a: [np.linalg.vector_norm(a), np.linalg.vector_norm(a, axis=1, ord=1)],
             matrix_norm=lambda a: np.linalg.matrix_norm(a),
             svdvals=lambda a: np.linalg.svdvals(a),

@@ -25,13 +25,14 @@ from pscluster.spmd.functions.applying import (
 )
 from pscluster.spmd.functions.reductions import reduced
 from pscluster.spmd.tensor import UFUNCS, DTensor, unsupported
+from pscluster.worker.programs.operations import COMBINES, OPERATIONS
 
 _NO_VALUE = np._NoValue
 
 
 def along(name: str, a: DTensor, axis: int, length: int | None = None, *args: Any, **kwargs: Any) -> DTensor:
     """Return what a function makes of an array along an axis: as long, or of another length there."""
-    function = getattr(np, name)
+    function = OPERATIONS[name]
     at = normal_axis(axis, a.ndim)
     (of,) = probe(lambda tensor: function(np.repeat(tensor, 4, at), *args, axis=at, **kwargs), a)
     shape = tuple(n if k != at or length is None else length for k, n in enumerate(a.shape))
@@ -65,7 +66,7 @@ def _register_partition(name: str, function: Any) -> None:
     def partition(a: Any, kth: Any, axis: int | None = -1, kind: str = "introselect", order: Any = None) -> Any:
         del order
         array, at = _flat(a, axis)
-        length = array.shape[at]
+        length = array.shape[normal_axis(at, array.ndim)]
         places = [int(k) for k in np.atleast_1d(kth)]
         if any(not -length <= k < length for k in places):
             raise ValueError(f"kth(={places[0]}) out of bounds ({length})")  # NumPy's words
@@ -92,12 +93,12 @@ for _name in ("cumsum", "cumprod", "nancumsum", "nancumprod"):
 
 
 def accumulate(ufunc: np.ufunc, array: DTensor, axis: int = 0, dtype: Any = None, out: Any = None) -> DTensor:
-    """Accumulate, as `ufunc.accumulate` does: sums and products only."""
-    names = {np.add: "cumsum", np.multiply: "cumprod"}
-    if ufunc not in names:
+    """Accumulate, as `ufunc.accumulate` does."""
+    name = {"add": "cumsum", "multiply": "cumprod"}.get(ufunc.__name__, f"{ufunc.__name__}.accumulate")
+    if COMBINES.get(ufunc.__name__) is not ufunc:
         raise unsupported(f"{ufunc.__name__}.accumulate")
-    refuse_out("accumulate", {"out": out})
-    return along(names[ufunc], array, axis, dtype=None if dtype is None else np.dtype(dtype).name)
+    refuse_out(name, {"out": out})
+    return along(name, array, axis, dtype=None if dtype is None else np.dtype(dtype).name)
 
 
 UFUNCS["accumulate"] = accumulate
@@ -106,6 +107,7 @@ UFUNCS["accumulate"] = accumulate
 def _register_cumulative_of_standard(name: str, old: str) -> None:
     @implements(*numpys(name))
     def cumulative(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
+        x = xp.atleast_1d(x)
         if axis is None and x.ndim > 1:
             raise ValueError("For arrays which have more than one dimension ``axis`` argument is required.")  # NumPy's
         at = normal_axis(axis or 0, x.ndim)
@@ -197,6 +199,8 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = _NO_VALUE, append: A
     """See `numpy.diff`."""
     if n < 0:
         raise ValueError(f"order must be non-negative but got {n}")  # NumPy's words
+    if not n:
+        return a
     at = normal_axis(axis, a.ndim)
     edges: list[Sequence[Any]] = [[], []]
     for place, value in enumerate((prepend, append)):
@@ -205,16 +209,22 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = _NO_VALUE, append: A
             edges[place] = [xp.broadcast_to(value, one) if np.ndim(value) == 0 else value]
     if edges[0] or edges[1]:
         a = xp.concatenate([*edges[0], a, *edges[1]], at)
-    if not n:
-        return a
     return along("diff", a, at, max(0, a.shape[at] - n), n)
 
 
 @implements(np.ediff1d)
 def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> Any:
     """See `numpy.ediff1d`."""
-    parts = [value for value in (to_begin, diff(xp.ravel(ary)), to_end) if value is not None]
-    return xp.concatenate([xp.ravel(part) for part in parts]) if len(parts) > 1 else parts[0]
+    parts: list[Any] = [diff(xp.ravel(ary))]
+    for name, value in (("to_end", to_end), ("to_begin", to_begin)):
+        if value is not None:
+            edge = as_tensor(value, ary.mesh)
+            if not np.can_cast(edge.dtype, ary.dtype, "same_kind"):
+                raise TypeError(
+                    f"dtype of `{name}` must be compatible with input `ary` under the `same_kind` rule."  # NumPy's
+                )
+            parts.insert(0 if name == "to_begin" else 1, xp.ravel(edge).astype(ary.dtype))
+    return xp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @implements(np.unwrap)

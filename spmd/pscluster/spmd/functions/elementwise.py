@@ -28,6 +28,7 @@ from pscluster.spmd.functions.applying import (
     probe,
     refuse_out,
     types_of_ufunc,
+    xp,
 )
 from pscluster.spmd.tensor import FUNCTIONS, UFUNCS, DTensor, unsupported
 from pscluster.worker.programs.operations import OPERATIONS
@@ -209,9 +210,12 @@ def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Any = 0)
     """See `numpy.select`."""
     if len(condlist) != len(choicelist) or not condlist:
         raise ValueError("list of cases must be same length as list of conditions")  # NumPy's words
-    result = default
-    for condition, choice in reversed(list(zip(condlist, choicelist, strict=True))):
-        result = where(condition, choice, result)
+    mesh = mesh_of(*condlist, *choicelist, default)
+    choices = [value if type(value) in (int, float, complex) else as_tensor(value, mesh) for value in choicelist]
+    of = xp.result_type(*choices, default)
+    result = np.asarray(default, of) if is_scalar(default) else as_tensor(default, mesh).astype(of)
+    for condition, choice in reversed(list(zip(condlist, choices, strict=True))):
+        result = where(condition, choice.astype(of) if isinstance(choice, DTensor) else np.asarray(choice, of), result)
     return result
 
 
@@ -231,7 +235,8 @@ def interp(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period
 @implements(np.polyval)
 def polyval(p: Any, x: Any) -> Any:
     """See `numpy.polyval`: by Horner's rule, as NumPy does."""
-    result = x * 0
-    for at in range(len(p)):
-        result = result * x + p[at]
+    coefficients = p if isinstance(p, DTensor) else np.asarray(p)
+    result = xp.zeros_like(x)
+    for at in range(len(coefficients)):
+        result = result * x + coefficients[at]
     return result

@@ -33,6 +33,8 @@ _EVERYTHING = slice(None)
 @implements("getitem")
 def getitem(a: DTensor, index: Any) -> DTensor:
     """Return `a[index]`, as NumPy does."""
+    if isinstance(index, bool | np.bool_) or (_is_mask(index) and not index.ndim):
+        return a[None][: int(index)]
     items = _expanded(index, a)
     if any(not isinstance(item, int | slice | None) for item in items):
         return _advanced(a, items)
@@ -169,6 +171,8 @@ def take(a: Any, indices: Any, axis: int | None = None, out: Any = None, mode: s
     """See `numpy.take`."""
     refuse_out("take", {"out": out})
     mesh = mesh_of(a, indices)
+    if isinstance(indices, list | tuple) and not np.size(indices):
+        indices = np.zeros(np.shape(indices), np.intp)  # NumPy makes floats of an empty list
     array, index = as_tensor(a, mesh), as_tensor(indices, mesh)
     if axis is None:
         array, axis = xp.ravel(array), 0

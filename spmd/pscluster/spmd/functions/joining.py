@@ -302,6 +302,8 @@ def delete(arr: Any, obj: Any, axis: int | None = None) -> Any:
 def _register_triangle(name: str, function: Any) -> None:
     @implements(function)
     def triangle(m: Any, k: int = 0) -> Any:
+        if m.ndim == 1:  # as many rows like it
+            m = xp.broadcast_to(m, m.shape * 2)
         axes = [m.ndim - 2, m.ndim - 1]
         return _changed_along(name, m, axes, m.shape, k)
 

@@ -33,6 +33,10 @@ def _tensors(*values: Any) -> list[DTensor]:
     return [as_tensor(value, mesh) for value in values]
 
 
+def _conjugate(a: DTensor) -> Any:
+    return xp.conj(a) if a.dtype.kind == "c" else a  # of bools NumPy makes small integers
+
+
 def _combine(dtype: np.dtype[Any]) -> str:
     return "logical_or" if dtype.kind == "b" else "add"
 
@@ -122,7 +126,7 @@ def inner(a: Any, b: Any) -> Any:
 def vdot(a: Any, b: Any, /) -> Any:
     """See `numpy.vdot`."""
     x, y = _tensors(a, b)
-    return dot(xp.conj(xp.ravel(x)), xp.ravel(y))
+    return dot(_conjugate(xp.ravel(x)), xp.ravel(y))
 
 
 @implements(np.outer, *numpys("linalg.outer"))
@@ -152,7 +156,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, **kwargs: Any) -> Any:
     a, b = (xp.moveaxis(tensor, axis, -1) for tensor in (a, b))
     if a.shape[-1] != b.shape[-1]:
         raise _mismatch("vecdot", a, b)
-    return einsum("...k,...k->...", xp.conj(a), b)
+    return einsum("...k,...k->...", _conjugate(a), b)
 
 
 @implements(*numpys("matvec"))
@@ -164,7 +168,8 @@ def matvec(x1: Any, x2: Any, /) -> Any:
 @implements(*numpys("vecmat"))
 def vecmat(x1: Any, x2: Any, /) -> Any:
     """See `numpy.vecmat`."""
-    return einsum("...k,...kn->...n", xp.conj(x1), x2)
+    vectors, matrices = _tensors(x1, x2)
+    return einsum("...k,...kn->...n", _conjugate(vectors), matrices)
 
 
 @implements(np.linalg.multi_dot)

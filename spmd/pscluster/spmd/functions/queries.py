@@ -156,6 +156,8 @@ def full_like(
 ) -> Any:
     """See `numpy.full_like`."""
     del order, subok, device
+    if type(fill_value) is int:
+        np.asarray(fill_value, a.dtype if dtype is None else dtype)  # raises OverflowError, as NumPy does
     if isinstance(fill_value, DTensor):
         wide = np.broadcast_to(fill_value, a.shape if shape is None else shape)
         return wide.astype(a.dtype if dtype is None else dtype)

@@ -208,6 +208,8 @@ def nanmean(
     refuse_out("nanmean", {"out": out, "where": True if where is _NO_VALUE else where})
     if a.dtype.kind not in "fc":
         return mean(a, axis, dtype, None, keepdims)
+    if dtype is not None and np.dtype(dtype).kind not in "fc":
+        raise TypeError("If a is inexact, then dtype must be inexact")  # NumPy's words
     keep = _flag(keepdims)
     total = reduce(np.add, _without_nans(a, 0), axis, dtype, None, keep)
     return xp.divide(total, _counted(a, axis, keepdims=keep)).astype(total.dtype)
@@ -221,7 +223,7 @@ def nanvar(
     refuse_out("nanvar", {"out": out, **kwargs})
     if a.dtype.kind not in "fc":
         return var(a, axis, dtype, None, ddof, keepdims)
-    apart: Any = _without_nans(a - nanmean(a, axis, dtype, None, True), 0)
+    apart: Any = xp.where(xp.isnan(a), a.dtype.type(0), a - nanmean(a, axis, dtype, None, True))
     square = apart.real**2 + apart.imag**2 if apart.dtype.kind == "c" else apart * apart
     keep = _flag(keepdims)
     left: Any = _counted(a, axis, keepdims=keep) - ddof
@@ -250,8 +252,11 @@ def average(a: Any, axis: Any = None, weights: Any = None, returned: bool = Fals
             weights = xp.reshape(weights, (-1,) + (1,) * (a.ndim - 1 - at))
         if not _count(a, axis):
             raise ZeroDivisionError("Weights sum to zero, can't be normalized")  # NumPy's words
-        total = xp.sum(a * 0 + weights, axis=axis, keepdims=keep)
-        result = xp.sum(a * weights, axis=axis, keepdims=keep) / total
+        of = xp.result_type(a, weights if isinstance(weights, DTensor) else np.asarray(weights))
+        if a.dtype.kind in "biu":
+            of = np.result_type(of, np.float64)
+        total = xp.sum(xp.zeros_like(a, of) + weights, axis=axis, dtype=of, keepdims=keep)
+        result = xp.sum(xp.multiply(a, weights, dtype=of), axis=axis, keepdims=keep) / total
     return (result, total) if returned else result
 
 
@@ -289,7 +294,8 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
         x = x.astype(np.float64)
     axes = normal_axes(axis, x.ndim)
     is_matrix = len(axes) == 2
-    size = abs(x)
+    if isinstance(ord, str) and not is_matrix:
+        raise ValueError(f"Invalid norm order '{ord}' for vectors")  # NumPy's words
     if (ord is None and (axis is None or is_matrix)) or ord == "fro" or (ord in (None, 2) and len(axes) == 1):
         square = x.real**2 + x.imag**2 if x.dtype.kind == "c" else x * x
         return xp.sqrt(xp.sum(square, axis=axes, keepdims=keepdims))
@@ -297,12 +303,15 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
         return matrix_norm_of_whole(x, ord, axes, keepdims)
     if len(axes) != 1:
         raise ValueError("Improper number of dimensions to norm.")  # NumPy's words
+    return _norm_of_vectors(x, ord, axes, keepdims)
+
+
+def _norm_of_vectors(x: DTensor, ord: Any, axes: tuple[int, ...], keepdims: bool) -> Any:  # noqa: A002  # as in NumPy
+    size: Any = abs(x)
     if ord in (math.inf, -math.inf):
         return (xp.max if ord > 0 else xp.min)(size, axis=axes, keepdims=keepdims)
     if ord == 0:
         return xp.sum((x != 0).astype(size.dtype), axis=axes, keepdims=keepdims)
-    if isinstance(ord, str):
-        raise ValueError(f"Invalid norm order '{ord}' for vectors")  # NumPy's words
     total = xp.sum(size**ord, axis=axes, keepdims=keepdims)
     return total if ord == 1 else total ** (1.0 / ord)
 
@@ -317,14 +326,13 @@ def matrix_norm_of_whole(x: DTensor, ord: Any, axes: tuple[int, ...], keepdims: 
 @implements(*numpys("linalg.vector_norm"))
 def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:  # noqa: A002
     """See `numpy.linalg.vector_norm`."""
-    if axis is None:
-        flat = norm(xp.ravel(x), ord)
-        return xp.reshape(flat, (1,) * x.ndim) if keepdims else flat
-    if isinstance(axis, tuple):
-        if ord != 2:
-            raise unsupported("linalg.vector_norm", "over several axes with ord")
-        return norm(x, None, axis, keepdims) if len(axis) != 1 else norm(x, 2, axis, keepdims)
-    return norm(x, ord, axis, keepdims)
+    axes = normal_axes(axis, x.ndim)
+    if len(axes) == 1:
+        return norm(x, ord, axes, keepdims)
+    x = x if x.dtype.kind in "fc" else x.astype(np.float64)
+    if ord == 2:
+        return xp.sqrt(xp.sum(abs(x) ** 2, axis=axes, keepdims=keepdims))
+    return _norm_of_vectors(x, ord, axes, keepdims)
 
 
 @implements(*numpys("linalg.matrix_norm"))

@@ -84,8 +84,8 @@ def reshape(a: Any, /, shape: Any = None, order: Any = "C", *, newshape: Any = N
     """See `numpy.reshape`. An axis that stays as it is keeps its sharding, and so does the first of several that are
     merged, or that one is cut into, if the pieces are whole there."""
     del copy
-    if order not in ("C", "A", None):
-        raise ValueError(f"a global array has no order in memory but C, not {order!r}")
+    if order not in ("C", "A", "F", None):
+        raise ValueError(f"order must be one of 'C', 'F', 'A', not {order!r}")
     wanted = newshape if shape is None else shape
     lengths = [operator.index(n) for n in (wanted if isinstance(wanted, tuple | list) else (wanted,))]
     if lengths.count(-1) == 1:
@@ -96,6 +96,8 @@ def reshape(a: Any, /, shape: Any = None, order: Any = "C", *, newshape: Any = N
         raise ValueError(f"cannot reshape array of size {a.size} into shape {tuple(wanted) if lengths else ()}")
     if tuple(lengths) == a.shape:
         return a
+    if order == "F":  # first indices change fastest: those of the transpose, in the usual order
+        return transpose(reshape(transpose(a), lengths[::-1]))
     labels: list[Label] = [None] * len(lengths)
     for of, to in axis_groups(a.shape, lengths):
         if not of or not to:

@@ -47,11 +47,13 @@ _FUNCTIONS = (
     *("gradient", "i0", "imag", "interp", "isclose", "iscomplex", "isin", "isneginf", "isposinf", "isreal"),
     *("linalg.cholesky", "linalg.cond", "linalg.det", "linalg.eigh", "linalg.eigvalsh", "linalg.inv"),
     *("linalg.matrix_power", "linalg.matrix_rank", "linalg.norm", "linalg.pinv", "linalg.qr", "linalg.slogdet"),
-    *("linalg.solve", "linalg.svd", "matmul", "median", "nan_to_num", "nanargmax", "nanargmin", "nancumprod"),
-    *("nancumsum", "nanmedian", "nanpercentile", "nanquantile", "pad", "partition", "percentile", "quantile"),
+    *("linalg.solve", "linalg.svd", "matmul", "nan_to_num", "nanargmax", "nanargmin", "nancumprod"),
+    *("nancumsum", "pad", "partition"),
     *("real", "repeat", "reshape", "resize", "roll", "searchsorted", "sinc", "sort", "squeeze", "stack", "take"),
     *("take_along_axis", "tensordot", "tile", "transpose", "tril", "triu", "unwrap", "where"),
 )
+
+_QUANTILES = ("median", "nanmedian", "nanpercentile", "nanquantile", "percentile", "quantile")
 
 
 def _getitem(array: Array, index: Any) -> Any:
@@ -87,6 +89,21 @@ def _add_along_axis(shape: tuple[int, ...], indices: Array, axis: int, values: A
     return out
 
 
+def _quantile(name: str) -> Callable[..., Any]:
+    """Return a function of quantiles whose results have their shape and type where a block is empty, too."""
+    function = getattr(np, name)
+
+    def quantile(array: Array, *args: Any, axis: tuple[int, ...], keepdims: bool, **kwargs: Any) -> Any:
+        if array.size:
+            return function(array, *args, axis=axis, keepdims=keepdims, **kwargs)
+        one = np.ones([max(1, n) for n in array.shape], array.dtype)
+        made = function(one, *args, axis=axis, keepdims=keepdims, **kwargs)
+        kept = [1 if at in axis else n for at, n in enumerate(array.shape) if keepdims or at not in axis]
+        return made[(..., *map(slice, kept))]
+
+    return quantile
+
+
 def _taken(g: Array, out: Array, own: Any, other: Any) -> Any:
     """Return the gradient of the larger, or smaller, of two operands with respect to one of them, given that of it.
 
@@ -108,10 +125,12 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         **{name: getattr(np, name) for name in (*UFUNCS, *LATER_UFUNCS)},
         **{f"{name}.reduce": ufunc.reduce for name, ufunc in COMBINES.items()},
+        **{f"{name}.accumulate": ufunc.accumulate for name, ufunc in COMBINES.items()},
         **{name: _named(name) for name in _FUNCTIONS if _named(name) is not None},
         "add_along_axis": _add_along_axis,
         "add_at": _add_at,
         "getitem": _getitem,
+        **{name: _quantile(name) for name in _QUANTILES},
         "taken": _taken,
         "astype": _astype,
         "divide_by": _divide_by,
