@@ -278,7 +278,7 @@ def changed(**fields: Any) -> ps_pb2.VariableSpec:
 @pytest.mark.parametrize(
     ("about", "error", "sentence"),
     [
-        ({"action": MOVE.MAKE, "variable": 3, "spec": MADE}, StaleError, "no variable 3 that could be cut"),
+        ({"action": MOVE.MAKE, "variable": 3, "spec": MADE}, StaleError, "no variable 3 that could be resharded"),
         ({"action": MOVE.MAKE, "spec": changed(name="other")}, ProtocolError, "without a number or a reserved name"),
         ({"action": MOVE.MAKE, "spec": changed(evaluation=0)}, ProtocolError, "without a number or a reserved name"),
         ({"action": MOVE.MAKE, "spec": changed(id=1)}, ProtocolError, "without a number or a reserved name"),

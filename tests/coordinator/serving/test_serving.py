@@ -277,7 +277,7 @@ def test_parquet_is_for_other_programs_too(made: tuple[Path, list[Array]], tmp_p
     chunk, data = pq.read_metadata(path).row_group(0).column(1), bytearray(path.read_bytes())
     data[chunk.data_page_offset + chunk.total_compressed_size - 5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"any name is damaged: row group 0 can't be decoded .*copy it once more"):
+    with pytest.raises(CheckpointError, match=r"any name is damaged: row group 0 can't be decoded .*copy it again"):
         table.follow(path)
     pq.write_table(whole.select(["id"]), path)
     with pytest.raises(CheckpointError, match=r"its columns are id \(int64\), not id \(int64\), row \(fixed_size_list"):

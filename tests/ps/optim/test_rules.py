@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.ps.optim import kernels
+from pscluster.ps.optim import kernels, row_sums
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.optim.row_sums import deduplicate
@@ -46,7 +46,10 @@ STEPS = 100
 @contextlib.contextmanager
 def blocks_of(elements: int, few: int = 32) -> Iterator[None]:
     """Drivers with small blocks, so that small arrays have several, both full ones and a remainder."""
-    with mock.patch.multiple(kernels, _BLOCK=elements, _ROW_BLOCK=elements, _FEW=few):
+    with (
+        mock.patch.multiple(kernels, _BLOCK=elements, ROW_BLOCK=elements),
+        mock.patch.multiple(row_sums, ROW_BLOCK=elements, _FEW=few),
+    ):
         yield
 
 
