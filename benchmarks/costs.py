@@ -36,7 +36,7 @@ from pscluster.coordinator import (
     optimizers,
     sources,
 )
-from pscluster.coordinator.observability.asker import Asker, replies_by_task
+from pscluster.coordinator.observability.status_client import StatusClient, replies_by_task
 from pscluster.core.transport.unix_sockets import connect, path_of
 from pscluster.ps.storage.files.spill import LIMIT_BYTES
 
@@ -610,8 +610,8 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
             clusters[name] = ways(coordinator, strategy)
             if name == "on":
                 page = stack.enter_context(Dashboard(coordinator, "127.0.0.1:0")).url
-                with contextlib.closing(Asker(strategy.tasks)) as asker:
-                    replies = replies_by_task(asker.ask())
+                with contextlib.closing(StatusClient(strategy.tasks)) as client:
+                    replies = replies_by_task(client.ask())
                 assert len(replies) == len(strategy.tasks), replies
                 addresses = [strategy.metrics_address, *(reply.metrics_address for reply in replies.values())]
                 pids = [os.getpid(), *cluster.pids.values()]

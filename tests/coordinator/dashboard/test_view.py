@@ -19,9 +19,9 @@ from pscluster.coordinator.cli.status import top_tables
 from pscluster.coordinator.cli.tables import rendered
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.dashboard.watch import Watch
-from pscluster.coordinator.observability.asker import Answer, Asker
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
 from pscluster.coordinator.observability.rates import RateMeter, Rates, TaskRates, VariableRates
+from pscluster.coordinator.observability.status_client import Answer, StatusClient
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
@@ -291,11 +291,11 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
     peers = coordinator.strategy.tasks[:2]
     answers: dict[PeerAddress, Answer] = dict.fromkeys(peers, "it does not answer")
     answers[peers[0]] = node_pb2.StatusReply(state="serving")
-    monkeypatch.setattr(Asker, "ask", lambda *_, **__: answers)
+    monkeypatch.setattr(StatusClient, "ask", lambda *_, **__: answers)
 
     async def silent() -> list[list[str]]:
         watch = Watch(coordinator.context)
-        watch._asker = Asker(peers)
+        watch._status_client = StatusClient(peers)
         shown = []
         for _ in range(4):
             await watch._ask_once()

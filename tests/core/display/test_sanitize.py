@@ -122,11 +122,11 @@ def test_what_fails_elsewhere() -> None:
     assert is_harmless(error.remote_traceback)
     assert "Traceback:\n  w[/bold]" in str(error)
     program = (
-        "import logging, sys; from pscluster.core.role.process import complain, configure_logging\n"
+        "import logging, sys; from pscluster.core.role.process import print_error, configure_logging\n"
         "configure_logging('ps/0', 'INFO', sys.argv[1])\n"
         "logging.getLogger('x').info('a peer %s', sys.argv[2])\n"
         "try:\n    raise ValueError(sys.argv[2])\n"
-        "except ValueError as error:\n    logging.getLogger('x').exception('it failed'); complain(error, 1)\n"
+        "except ValueError as error:\n    logging.getLogger('x').exception('it failed'); print_error(error, 1)\n"
     )
     evil = EVIL.replace("\x00", "")
     for form in ("text", "json"):

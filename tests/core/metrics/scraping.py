@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pscluster.coordinator.observability.asker import Asker
+from pscluster.coordinator.observability.status_client import StatusClient
 from pscluster.coordinator.strategy import ParameterServerStrategy
 
 SECONDS = 30.0
@@ -61,8 +61,8 @@ def scrape(address: str) -> Scraped:
 def addresses(strategy: ParameterServerStrategy) -> dict[str, str]:
     """The address at which each role of a strategy's cluster serves its metrics, by its name such as "ps 0"."""
     by_role = {"coordinator": strategy.metrics_address}
-    with contextlib.closing(Asker(strategy.tasks)) as asker:
-        for peer, reply in asker.ask(explained=True).items():
+    with contextlib.closing(StatusClient(strategy.tasks)) as client:
+        for peer, reply in client.ask(explained=True).items():
             assert not isinstance(reply, str), reply
             by_role[peer.task] = reply.metrics_address
     return by_role

@@ -22,7 +22,7 @@ from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.role.lifecycle import on_parents_death
 from pscluster.core.role.options import RoleOptions, expect_type, joining_options, options_of_environ, role_options
-from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
+from pscluster.core.role.process import configure_logging, log_options, main_of, print_error, tune_allocator
 from pscluster.core.security.tokens import hide_token
 
 logger = logging.getLogger(__name__)
@@ -94,11 +94,11 @@ def run_coordinator(
         if code:
             reason = f"the {name}'s script ended with code {code}"
     except ConfigurationError as error:
-        code, reason = complain(error, 2), f"the {name}'s script failed: {type(error).__name__}"
+        code, reason = print_error(error, 2), f"the {name}'s script failed: {type(error).__name__}"
     except BaseException as error:
         code, reason = 1, f"the {name}'s script failed: {type(error).__name__}"
         if isinstance(error, PsClusterError) and _while_connecting(error):
-            complain(error, 1)
+            print_error(error, 1)
         else:
             trace = error.__traceback__
             error.__traceback__ = trace.tb_next if trace is not None else None  # the first frame is ours

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pscluster.coordinator.cli.tables import rendered
-from pscluster.coordinator.observability.asker import Answer, Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates, TableRates, TaskRates, VariableRates
+from pscluster.coordinator.observability.status_client import Answer, Answers, StatusClient, replies_by_task
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.display.sanitize import shown, shown_json
 from pscluster.core.security.tls import Tls
@@ -102,11 +102,11 @@ def show_status(peers: Sequence[PeerAddress], *, as_text: bool = True, every: fl
     up = False
     with (
         contextlib.nullcontext() if every is None else contextlib.suppress(KeyboardInterrupt),
-        contextlib.closing(Asker(peers)) as asker,
+        contextlib.closing(StatusClient(peers)) as client,
         _screen(live=as_text and every is not None) as show,
     ):
         for _ in (0,) if every is None else _rounds(every):
-            answers = with_joined(asker, peers, explained=True)
+            answers = with_joined(client, peers, explained=True)
             up = all_up(answers)
             if as_text:
                 show(status_table(answers))
@@ -121,9 +121,13 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
     `rounds`: updates to show, after a first one that only measures; 0: until Ctrl-C. `rows`: the most in a table.
     """
     meter = RateMeter()
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Asker(peers)) as asker, _screen(live=True) as show:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(StatusClient(peers)) as client,
+        _screen(live=True) as show,
+    ):
         for round_number in _rounds(every, rounds and rounds + 1):
-            answers = with_joined(asker, peers, BUSIEST)
+            answers = with_joined(client, peers, BUSIEST)
             replies = replies_by_task(answers)
             rates = meter.add(time.monotonic(), replies)
             if round_number:
@@ -133,13 +137,18 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
 
 
 def with_joined(
-    asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False, shards: bool = False
+    client: StatusClient,
+    peers: Sequence[PeerAddress],
+    busiest: int = 0,
+    *,
+    explained: bool = False,
+    shards: bool = False,
 ) -> Answers:
     """Return the answers of these tasks, and of those that have joined or moved, from where the coordinator says.
 
     Without those servers that were removed from the job, and do not answer.
     """
-    answers = asker.ask(busiest, explained=explained, shards=shards)
+    answers = client.ask(busiest, explained=explained, shards=shards)
     coordinator = next((peer for peer, answer in answers.items() if peer.role == "chief"), None)
     answer = answers.get(coordinator) if coordinator is not None else None
     if coordinator is None or answer is None or isinstance(answer, str):
@@ -155,8 +164,8 @@ def with_joined(
         del named[at]
     if set(named.values()) == set(answers):
         return answers
-    asker.follow(named.values())
-    return asker.ask(busiest, explained=explained, shards=shards)
+    client.follow(named.values())
+    return client.ask(busiest, explained=explained, shards=shards)
 
 
 def _is_silent(answer: node_pb2.StatusReply | str | None) -> bool:

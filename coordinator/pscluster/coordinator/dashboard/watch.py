@@ -20,9 +20,9 @@ from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.reports import InheritedReports
 from pscluster.coordinator.local.supervised import SupervisedCluster
-from pscluster.coordinator.observability.asker import Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
+from pscluster.coordinator.observability.status_client import Answers, StatusClient, replies_by_task
 from pscluster.coordinator.scheduling.connections.loop import in_thread
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
@@ -44,7 +44,7 @@ SAMPLE_SECONDS = 1.0
 class Watch:
     def __init__(self, context: JobContext) -> None:
         self._context = weakref.ref(context)
-        self._asker: Asker | None = None
+        self._status_client: StatusClient | None = None
         self._meter = RateMeter()
         self._rates = Rates({}, [])
         self._replies: dict[str, node_pb2.StatusReply] = {}  # the latest
@@ -103,14 +103,14 @@ class Watch:
         context = self._context()
         if context is None or self._ended:
             return
-        if self._asker is None:
-            self._asker = Asker(())
-        asker, self._asked_at, tasks = self._asker, time.monotonic(), context.tasks
+        if self._status_client is None:
+            self._status_client = StatusClient(())
+        client, self._asked_at, tasks = self._status_client, time.monotonic(), context.tasks
         del context
 
         def ask() -> Answers:
-            asker.follow(tasks)
-            return asker.ask(BUSIEST, ANSWER_SECONDS, shards=True)
+            client.follow(tasks)
+            return client.ask(BUSIEST, ANSWER_SECONDS, shards=True)
 
         new = replies_by_task(await in_thread(ask))
         self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}
@@ -190,8 +190,8 @@ class Watch:
         await self._publish()
 
     def close(self) -> None:
-        if self._asker is not None:
-            self._asker.close()
+        if self._status_client is not None:
+            self._status_client.close()
 
 
 def _done(context: JobContext) -> int:

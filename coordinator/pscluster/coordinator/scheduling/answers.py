@@ -65,7 +65,7 @@ class Answers:
         self._state, self._scheduler = state, state.scheduler
         self._lock = threading.Lock()  # held for a moment, and with no other: the thread that answers may hold any
         self._asked: defaultdict[int, dict[int, _Asked]] = defaultdict(dict)  # by worker, and function
-        self._complained: set[int] = set()  # of which workers
+        self._warned: set[int] = set()  # of which workers
 
     def take(self, index: int, connection: WorkerConnection, questions: Sequence[worker_pb2.Question]) -> None:
         """Take a worker's questions, on the thread of its connection. Raises nothing: other functions go on."""
@@ -79,7 +79,7 @@ class Answers:
         function, number = message.function, message.number
         with self._state.lock:  # a function may ask before `give` has noted where it was sent
             if not 0 < function <= self._scheduler.entered:
-                self._complain(index, f"it asks for function {function}, which does not exist")
+                self._warn(index, f"it asks for function {function}, which does not exist")
                 return
             if message.progressed:
                 self._progressed(index, message)
@@ -93,10 +93,10 @@ class Answers:
             asked = self._asked_by(index, incarnation, function, message.position)
         with self._lock:
             if number <= asked.last:
-                self._complain(index, f"number {number} of function {function} comes after number {asked.last}")
+                self._warn(index, f"number {number} of function {function} comes after number {asked.last}")
                 return
             if len(asked.open) + asked.unsent >= _MAX_UNSENT:
-                self._complain(index, f"it has not taken {asked.unsent} answers to function {function}")
+                self._warn(index, f"it has not taken {asked.unsent} answers to function {function}")
                 return
             asked.last = number
             refused = len(asked.open) >= MAX_QUESTIONS
@@ -129,7 +129,7 @@ class Answers:
                 raise ProtocolError(f"a question of {size:,} bytes; the limit is {MAX_QUESTION_BYTES:,}")
             question.value = decode(message.value)
         except ProtocolError as error:
-            self._complain(question.worker, f"a question can't be read: {error}")
+            self._warn(question.worker, f"a question can't be read: {error}")
             question.fail(error)
             return
         try:
@@ -192,8 +192,8 @@ class Answers:
 
         self._state.on_loop(lambda: self._state.in_background(send()))
 
-    def _complain(self, index: int, why: str) -> None:
+    def _warn(self, index: int, why: str) -> None:
         """Log, once for each worker, that it has sent something that makes no sense."""
-        if index not in self._complained:
-            self._complained.add(index)
+        if index not in self._warned:
+            self._warned.add(index)
             logger.warning("dropped a question from %s: %s", self._state.workers[index].peer, one_line(why))

@@ -116,9 +116,9 @@ def main_of(command: click.Command) -> None:
     try:
         command(standalone_mode=False)
     except ConfigurationError as error:
-        sys.exit(complain(error, 2))
+        sys.exit(print_error(error, 2))
     except PsClusterError as error:
-        sys.exit(complain(error, 1))
+        sys.exit(print_error(error, 1))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -126,7 +126,7 @@ def main_of(command: click.Command) -> None:
         sys.exit(130)
 
 
-def complain(error: Exception, code: int) -> int:
+def print_error(error: Exception, code: int) -> int:
     """Print an error in one line, and return the exit code."""
     print(f"pscluster: {shown(' | '.join(str(error).splitlines()))}", file=sys.stderr)
     return code

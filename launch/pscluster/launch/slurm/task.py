@@ -54,7 +54,7 @@ from pscluster.core.cluster.slurm import SlurmClusterResolver
 from pscluster.core.cluster.spec import VARIABLE, ClusterSpec
 from pscluster.core.cluster.tf_config import Task, TFConfig
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.role.process import complain, configure_logging, main_of
+from pscluster.core.role.process import configure_logging, main_of, print_error
 from pscluster.launch.slurm.commands import is_cancelled, signal_step
 from pscluster.launch.slurm.job_script import CLUSTER, EXIT_CODE, STATE
 from pscluster.ps.storage.options import state_folder
@@ -279,7 +279,7 @@ def run_task(
         env = task_environ(task, cluster, script)
     except ConfigurationError as error:
         signal_step(signal.SIGTERM)  # the others would wait for this task in vain
-        code = complain(error, CONFIGURATION_EXIT_CODE)
+        code = print_error(error, CONFIGURATION_EXIT_CODE)
     else:
         command = role_command(task, cluster, run, script, args)
         code = RoleTask(task, command, env, requeue=requeue).run()

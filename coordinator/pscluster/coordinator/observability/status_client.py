@@ -21,7 +21,7 @@ Answer = node_pb2.StatusReply | str
 Answers = Mapping[PeerAddress, Answer]
 
 
-class Asker:
+class StatusClient:
     """Queries all tasks at once, on connections that stay open until `close`."""
 
     def __init__(self, peers: Iterable[PeerAddress]) -> None:
