@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -383,6 +383,24 @@ def test_without_restarts_the_caller_decides(house: House) -> None:
         cluster.check()
         cluster.restart("worker", 0)
         assert cluster.is_alive("worker", 0)
+
+
+def test_a_restart_ends_though_the_new_process_died_meanwhile(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that called restart() may look only after that."""
+    with house.cluster(restart=False) as cluster:
+        old = cluster.kill("worker", 0)
+        wait_for = cluster._changed.wait_for
+
+        def late(predicate: Callable[[], object], timeout: float | None = None) -> object:
+            assert wait_for(lambda: ("worker", 0) in cluster.pids, TIMEOUT)
+            os.kill(cluster.pids["worker", 0], signal.SIGKILL)
+            assert wait_for(lambda: "worker 0 dead" in repr(cluster) and not cluster.is_alive("worker", 0), TIMEOUT)
+            return wait_for(predicate, timeout)
+
+        monkeypatch.setattr(cluster._changed, "wait_for", late)
+        assert cluster.restart("worker", 0, timeout=1.0) != old
+        monkeypatch.undo()
+        assert not cluster.is_alive("worker", 0)
 
 
 def test_a_signal_that_is_not_deadly_returns_at_once(house: House) -> None:

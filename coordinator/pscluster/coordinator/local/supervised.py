@@ -261,7 +261,8 @@ class SupervisedCluster(ClusterResolver, Monitored, StaysHere):
     def restart(self, role: str, index: int, *, timeout: float = 60.0) -> int:
         """Give the task a new process, and its full number of restarts; return the new pid.
 
-        A living process is stopped cleanly first. A task that ended or was given up is restarted too.
+        A living process is stopped cleanly first. A task that ended or was given up is restarted too. The new process
+        may die as soon as it has started; see `is_alive`.
 
         Raises:
             MisuseError: there is no such task, or the cluster isn't running.
@@ -271,9 +272,16 @@ class SupervisedCluster(ClusterResolver, Monitored, StaysHere):
         with self._changed:
             if self._monitor is None or self._ended.is_set():
                 raise MisuseError(f"{task_name(task)} can't be restarted: the cluster isn't running")
-            old_pid = self._processes.pid(task)
+            old_pid, starts = self._processes.pid(task), self._supervisor.state(task).starts
+
+            def new_pid() -> int | None:
+                """Return the pid even if the process has died meanwhile: then it is not among the living."""
+                state = self._supervisor.state(task)
+                return state.newest_pid if state.starts > starts and state.newest_pid != old_pid else None
+
             self._inbox.put(RestartRequested(task))
-            pid = self._wait_replaced(task, old_pid, timeout, lambda: False)
+            self._wait_replaced(task, timeout, new_pid)
+            pid = new_pid()
         if pid is None:
             raise MisuseError(f"{task_name(task)} can't be restarted: the cluster was stopped")
         return pid
@@ -287,25 +295,22 @@ class SupervisedCluster(ClusterResolver, Monitored, StaysHere):
         """
         task = self._task(role, index)
         with self._changed:
-            pid = self._wait_replaced(task, old_pid, timeout, lambda: self._supervisor.state(task).phase.is_final)
-            state = self._supervisor.state(task)
+
+            def new_pid() -> int | None:
+                pid = self._processes.pid(task)
+                return pid if pid != old_pid else None
+
+            self._wait_replaced(task, timeout, lambda: new_pid() or self._supervisor.state(task).phase.is_final)
+            pid, state = new_pid(), self._supervisor.state(task)
         if pid is None:
             raise self.error(state.failure or f"{task_name(task)} will not be restarted: it is {state.phase.value}")
         return pid
 
-    def _wait_replaced(
-        self, task: TaskKey, old_pid: int | None, timeout: float, is_over: Callable[[], bool]
-    ) -> int | None:
-        """Return the pid of the task's next process; None if the task or the cluster ends before there is one."""
-
-        def pid() -> int | None:
-            pid = self._processes.pid(task)
-            return pid if pid != old_pid else None
-
-        if not self._changed.wait_for(lambda: pid() or is_over() or self._ended.is_set(), timeout):
+    def _wait_replaced(self, task: TaskKey, timeout: float, is_over: Callable[[], object]) -> None:
+        """Wait until the task has its next process, or will have none, as `is_over` tells, or the cluster ends."""
+        if not self._changed.wait_for(lambda: is_over() or self._ended.is_set(), timeout):
             phase = self._supervisor.state(task).phase.value
             raise WaitTimeoutError(f"{task_name(task)} has no new process after {timeout:g} s: it is {phase}")
-        return pid()
 
     @property
     def _size(self) -> str:

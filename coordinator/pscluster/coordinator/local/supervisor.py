@@ -171,7 +171,7 @@ class Supervisor:
     def _started(self, task: TaskState, pid: int, now: float) -> None:
         assert task.phase is Phase.STARTING, f"{task} was started without a request"
         task.phase, task.pid, task.up_since = Phase.RUNNING, pid, now
-        task.starts += 1
+        task.starts, task.newest_pid = task.starts + 1, pid
         if task.removed:
             self._terminate(task, now)
         elif task.cause:

@@ -169,6 +169,7 @@ class TaskState:
     restart_requested: bool = False  # STOPPING for RestartRequested, not for a stop
     removed: bool = False  # it ends for good
     starts: int = 0  # processes started
+    newest_pid: int | None = None  # of the last of them, which may have ended
     restarts_used: int = 0  # of the budget
     cause: str = ""  # why the next process is a restart, for the log
     failure: str = ""  # GIVEN_UP: why
