@@ -34,6 +34,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PRELOADED = (
+    "cryptography.hazmat.primitives.kdf.hkdf",  # these four are imported where a role first needs them
+    "grpc._channel",
+    "grpc._interceptor",
+    "grpc._server",
     "pscluster.coordinator.api",
     "pscluster.coordinator.cli.health",
     "pscluster.coordinator.cli.main",
