@@ -105,32 +105,33 @@ OURS = (
 
 Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
 
-_PROCESSES = 8
-"""The most processes of tests that have ports of their own."""
-
-_given: deque[int] = deque(maxlen=500)
-"""The ports that were given last, which may not be bound yet."""
+_RESERVED = 300
+_reserved: deque[socket.socket] = deque()
+"""The UDP ports with the numbers of those that were given last, which may not be bound yet; nobody uses UDP there."""
 
 
 def free_addresses(count: int) -> list[str]:
     """Loopback addresses at which nothing listens.
 
     Their ports are below those from which connections are made: among those, a connection to a port at which nothing
-    listens yet may connect to itself. No two processes of the tests are given the same one: what was given is bound
-    only a while later.
+    listens yet may connect to itself. No two processes of the tests on this machine are given the same one: what was
+    given is bound only a while later.
     """
-    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES
     addresses: list[str] = []
     while len(addresses) < count:
-        port = random.randrange(12_000 + own, 32_000, _PROCESSES)
+        port = random.randrange(12_000, 32_000)
+        reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
+                reservation.bind(("127.0.0.1", port))
             except OSError:
+                reservation.close()
                 continue
-        if port not in _given:
-            _given.append(port)
-            addresses.append(f"127.0.0.1:{port}")
+        _reserved.append(reservation)
+        if len(_reserved) > _RESERVED:
+            _reserved.popleft().close()
+        addresses.append(f"127.0.0.1:{port}")
     return addresses
 
 
