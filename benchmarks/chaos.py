@@ -440,7 +440,7 @@ def run(name: str, options: argparse.Namespace) -> bool:
             kinds = tuple(kind for kind in kinds if kind != "disk full")
         chaos = Chaos(struck, kinds, options.every, random.Random(options.seed))
         for job in (calm, struck):
-            job.run(2)  # warm up
+            job.run(min(2.0, options.every))  # warm up
         slices: list[tuple[float, float]] = []
         length = min(options.seconds, max(30.0, 3 * options.every))
         with Checker(struck, options.durability) as checker:
@@ -472,11 +472,11 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tls", action="store_true", help="with certificates, as off loopback")
-    parser.add_argument("--short", action="store_true", help="one job, 20 s with a fault every 2 s, 2 s without any")
+    parser.add_argument("--short", action="store_true", help="one job, 16 s with a fault every second, 1 s without any")
     options = parser.parse_args()
     options.calm = 0.0  # as long as with faults
     if options.short:
-        options.seconds, options.every, options.calm = 20.0, 2.0, 2.0
+        options.seconds, options.every, options.calm = 16.0, 1.0, 1.0
     if options.durability == "none" and options.faults == "all":
         parser.error("without durability the death of a parameter server ends the job: say --faults workers")
     jobs = options.job or (["digits"] if options.short else ["digits", "embedding"])

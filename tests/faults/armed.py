@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.faults.arming.faults import environment, parse
 from tests.faults.counting import Counting
 from tests.faults.steps import note, wait_for
@@ -34,6 +35,7 @@ from pscluster.coordinator.api import (
     Variable,
     replica_context,
 )
+from pscluster.coordinator.scheduling import server_watch
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.core.context import current_function
@@ -45,6 +47,7 @@ from pscluster.v1 import worker_pb2
 FUNCTIONS = 30
 WORKERS = 2
 STEPS = 6
+FINISH_SECONDS = 0.1  # how often the servers are told which functions have ended
 LARGE = 100_000
 """Bytes of an argument or a result that travels beside the stream of functions."""
 
@@ -101,7 +104,7 @@ class Armed:
         path.write_text(textwrap.dedent(script))
         cluster = self.cluster
         env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
-        env |= environment(self.folder)
+        env |= environment(self.folder, seconds={f"{server_watch.__name__}.FINISH_SECONDS": FINISH_SECONDS})
         command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
         codes: list[int] = []
         while not codes or codes[-1] == -signal.SIGKILL:
@@ -120,6 +123,7 @@ def armed_cluster(
     with ExitStack() as stack:
         for name, level in (("pscluster.coordinator", logging.CRITICAL), ("pscluster.local_cluster", logging.ERROR)):
             stack.enter_context(quiet(name, level))  # these failures are deliberate
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(server_watch, "FINISH_SECONDS", FINISH_SECONDS)
         options.setdefault("log_level", os.environ.get("ARMED_LOG_LEVEL", "ERROR"))
         options["env"] = {**environment(folder), **options.get("env", {})}
         cluster = stack.enter_context(LocalCluster(num_ps, num_workers, restart=False, **options))

@@ -134,10 +134,10 @@ def test_a_bad_link(cluster: ProxiedCluster, role: str) -> None:
     with running(cluster) as job:
         link = cluster.links[role, 0]
         link.stutter(0.1, 1)
-        job.until_more(15)
+        job.until_more(5)
         link.flow()
         link.slow(5e6)
-        job.until_more(10)
+        job.until_more(5)
         link.flow()
         job.check()
 

@@ -25,7 +25,7 @@ from tests.waiting import until
 
 from pscluster.core import limits
 from pscluster.core.ids import make_identity
-from pscluster.core.limits import raise_descriptor_limit
+from pscluster.core.limits import MAX_UNAUTHENTICATED, raise_descriptor_limit
 from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.connection_reaper import _CHECKS_TO_FORGET, ConnectionReaper
@@ -42,9 +42,10 @@ _STATUS = "/pscluster.v1.Node/Status"
 _UNPACKED = 48 << 20
 GROWTH = 96 << 20  # far less than what is sent in all
 
-# Runs functions in rounds, each of which must run exactly once, until it is told to end.
+# Runs functions in rounds, each of which must run exactly once, until it is told to end. Between rounds it leaves the
+# processors to those who are to be refused.
 WORK = """
-import pathlib, sys
+import pathlib, sys, time
 import numpy as np
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
 
@@ -64,6 +65,7 @@ while not pathlib.Path(sys.argv[1]).exists():
     rounds += 1
     assert w.numpy().tolist() == [20.0 * rounds] * 4, (rounds, w.numpy())
     print("round", rounds, flush=True)
+    time.sleep(0.02)
 print("all rounds are right", flush=True)
 """
 
@@ -218,8 +220,10 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
                 with crowd(address, count):
                     working.goes_on()
                     until(lambda job=job: working.answers(job), f"{job} lets somebody in")  # type: ignore[misc]
+            # Fewer: it keeps few that are unauthenticated, and its queue of connections is short. A connection that
+            # finds it full is tried again by the kernel a second later.
             for address in working.data_addresses().values():
-                with crowd(address, count):
+                with crowd(address, min(count, 6 * MAX_UNAUTHENTICATED)):
                     working.goes_on()
         finally:
             over.set()

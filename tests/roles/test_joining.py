@@ -20,6 +20,7 @@ from tests.roles.processes import (
     run_all,
     tf_config,
 )
+from tests.roles.test_returning_servers import SOON
 from tests.waiting import until
 
 from pscluster.core.security.certificates import make_certificates
@@ -146,7 +147,7 @@ def test_killed_and_returns_elsewhere(tmp_path: Path) -> None:
 def test_coordinator_comes_later_and_again(tmp_path: Path) -> None:
     """A worker waits for its coordinator, says so, and joins the next one under the index that it had."""
     with Elastic(tmp_path) as roles:
-        worker = roles.join()
+        worker = roles.join(**SOON)
         worker.wait_for(f"waiting for the coordinator at {re.escape(roles.chief)}: nothing is listening there")
         coordinator = roles.begin()
         roles.until_runs(0, worker)
@@ -238,7 +239,7 @@ def test_another_index_under_the_next_coordinator(tmp_path: Path) -> None:
     """If the next coordinator has a worker in its place, one that had joined goes on under another index."""
     with Elastic(tmp_path) as roles:
         coordinator = roles.begin()
-        worker = roles.join()
+        worker = roles.join(**SOON)
         roles.until_runs(0, worker)
         coordinator.send(signal.SIGKILL)
         coordinator.wait()

@@ -28,11 +28,15 @@ Faults at calls happen on the server, where both of grpc's clients and our own s
 
 Lasting streams do not end by themselves: for them the first message, or with `message:` the N-th, stands for the call,
 and is lost together with the stream.
+
+PSCLUSTER_FAULTS_SECONDS, a JSON object, gives constants of the project's modules other values, so that tests need not
+wait for seconds whose number is not their subject: {"pscluster.core.role.joining.AWAIT_SECONDS": 0.5}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -60,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "PSCLUSTER_FAULTS"
 FOLDER_VARIABLE = "PSCLUSTER_FAULTS_DIR"
+SECONDS_VARIABLE = "PSCLUSTER_FAULTS_SECONDS"
 
 POINT_ACTIONS = ("kill", "stop", "delay", "abort")
 CALL_KINDS = ("lose_request", "lose_response", "duplicate", "delay", "twice", "at_once")
@@ -216,12 +221,23 @@ class Faults:
                 signal.pause()  # the signal arrives at the end of the system call, or a moment later
 
 
-def environment(folder: Path | None = None, text: str = "") -> dict[str, str]:
+def environment(
+    folder: Path | None = None, text: str = "", seconds: Mapping[str, float] | None = None
+) -> dict[str, str]:
     """Return the environment variables that arm these faults in a process: those in the text and in a file in the
-    folder."""
+    folder; and that give these constants other values."""
     here = Path(__file__).resolve().parent
     path = [str(here), str(here.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {VARIABLE: text, FOLDER_VARIABLE: str(folder or ""), "PYTHONPATH": os.pathsep.join(path)}
+    variables = {VARIABLE: text, FOLDER_VARIABLE: str(folder or ""), "PYTHONPATH": os.pathsep.join(path)}
+    return variables if seconds is None else {**variables, SECONDS_VARIABLE: json.dumps(dict(seconds))}
+
+
+def _set_seconds(text: str) -> None:
+    for name, value in json.loads(text).items():
+        module, _, constant = name.rpartition(".")
+        owner = importlib.import_module(module)
+        assert isinstance(getattr(owner, constant), float), name
+        setattr(owner, constant, value)
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
@@ -232,6 +248,7 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
     """
     if VARIABLE not in environ and FOLDER_VARIABLE not in environ:
         return
+    _set_seconds(environ.get(SECONDS_VARIABLE, "{}"))
     task = json.loads(environ.get("TF_CONFIG") or "{}").get("task") or {}
     faults = Faults(task.get("type", "chief"), environ.get(VARIABLE, ""), environ.get(FOLDER_VARIABLE, ""))
     fault_points.on_reach = faults.reach
