@@ -34,6 +34,8 @@ from pscluster.coordinator import (
     experimental_get_current_worker_index,
     metrics,
 )
+from pscluster.coordinator.local import local_cluster
+from pscluster.coordinator.local.tasks import RestartPolicy
 from pscluster.core.role.node import Role
 from pscluster.core.transport.unix_sockets import path_of
 from pscluster.v1 import node_pb2
@@ -124,6 +126,8 @@ def pytest_configure(config: pytest.Config) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
     os.environ["XDG_CONFIG_HOME"] = folder  # and use a token of this user that is not the real one
+    # Roles that die are restarted at once. The delays that grow with each death are shown by those of the supervisor.
+    local_cluster.RestartPolicy = functools.partial(RestartPolicy, base_delay=0.0)  # type: ignore[assignment,misc]
     for library in ("OMP", "OPENBLAS", "MKL"):  # the cores are shared by many processes
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not config.getoption("plain_starts"):
