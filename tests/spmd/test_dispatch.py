@@ -125,10 +125,12 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
     calls: list[tuple[Any, str]] = [
         (lambda: np.add(array, 1, out=host), "with out=, since arrays do not change"),
         (lambda: np.add(array, 1, where=host > 0), "use numpy.where"),
-        (lambda: np.sum(array, where=host > 0), "use numpy.where"),
+        (lambda: np.sum(array, where=host > 0), "sum is not there for global arrays with where=: use numpy.where"),
+        (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
         (lambda: np.add.at(array, 0, 1), "add.at is not there"),
         (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),
-        (lambda: np.subtract.reduce(array), "subtract.reduce is not there"),
+        (lambda: np.subtract.reduce(array), "np.subtract.reduce(array.full())"),
+        (lambda: np.subtract.accumulate(array), "subtract.accumulate is not there"),
         (lambda: np.where(array > 1), "the shape of its result depends on values"),
         (lambda: array[array > 1], "the shape of the result depends on values"),
         (lambda: np.isnat(array), "isnat is not there"),
@@ -138,6 +140,9 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
             call()
     with pytest.raises(spmd.UnsupportedFunctionError, match="with out="):
         host += array
+    for call in (lambda: array.astype("U5"), lambda: array.astype(object), lambda: array.astype("M8[s]")):
+        with pytest.raises(MisuseError, match=r"holds numbers or bools, not .*: choose another type"):
+            call()
     with pytest.raises(MisuseError, match=r"shape \(100, 100\), 80,000 bytes.*distribute"):
         spmd.ones((100, 100), layout=Layout(["x", None], mesh)) + np.ones((100, 100))
     other = spmd.create_mesh({"x": 6})
@@ -162,7 +167,14 @@ def test_mistakes_raise_what_numpy_raises(array: spmd.DTensor) -> None:
         lambda a: a[1.5],
         lambda a: np.take(a, 9, axis=0),
         lambda a: np.reshape(a, (3, 5)),
+        lambda a: np.reshape(a, 5),
         lambda a: np.transpose(a, (0, 0)),
+        lambda a: np.repeat(a, -1),
+        lambda a: np.pad(a, -1),
+        lambda a: np.linalg.norm(a[0], "fro"),
+        lambda a: np.nanmean(a, dtype=int),
+        lambda a: np.ediff1d(a, to_begin=1j),
+        lambda a: np.full_like(a, -1, "uint8"),
         lambda a: np.squeeze(a, 0),
         lambda a: np.concatenate([a, np.ones((2, 2))]),
         lambda a: np.stack([a, np.ones((2, 2))]),

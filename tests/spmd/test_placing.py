@@ -196,6 +196,20 @@ def test_mistakes_are_refused_at_once(workers: ClusterCoordinator) -> None:
         tensor.relayout(Layout(["x", None], spmd.create_mesh({"x": 6})))
     with pytest.raises(spmd.LayoutError, match="has 2 axes, but the layout has 1"):
         tensor.relayout(Layout(["x"], mesh))
+    wrong: Any = 3
+    calls: list[Any] = [spmd.function, spmd.value_and_grad, spmd.explain]
+    for call in (spmd.barrier, lambda mesh: spmd.default_mesh(mesh).__enter__()):
+        with pytest.raises(spmd.MeshError, match="a Mesh is needed, not an int"):
+            call(wrong)
+    for call in calls:
+        with pytest.raises(MisuseError, match="takes a function, not an int"):
+            call(wrong)
+    with pytest.raises(spmd.LayoutError, match="a Layout is needed, not an int"):
+        spmd.visualize(wrong, (3, 2))
+    with pytest.raises(spmd.MeshError, match="coordinator is an int"):
+        spmd.create_mesh({"x": 2}, coordinator=wrong)
+    with pytest.raises(ValueError, match="larger than any memory"):
+        spmd.zeros(1 << 62, layout=Layout(["x"], mesh))
     with pytest.raises(MisuseError, match="fetch_layout takes a global array, not an ndarray"):
         spmd.fetch_layout(TALL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="minval"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ def make(shape: Any, dtype: npt.DTypeLike, layout: Layout, maker: str, *numbers:
     layout.check_shape(lengths)
     if not is_variable_dtype(of):
         raise MisuseError(f"a global array holds numbers or bools, not {of}")
+    if math.prod(lengths) * of.itemsize >= 1 << 63:
+        raise ValueError(f"an array of shape {lengths} and type {of} is larger than any memory")
     return DTensor(session_of(layout.mesh).create(ArrayType(lengths, of, layout), maker, numbers))
 
 

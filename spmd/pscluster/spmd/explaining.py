@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pscluster.core import checks
 from pscluster.core.errors import LayoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.spmd.function import Function, arguments_of, traced_call
-from pscluster.spmd.tracing import Step
+from pscluster.spmd.placing import check_is_layout
+from pscluster.spmd.tracing import Step, check_is_function
 from pscluster.worker.programs.program import ArrayType
 
 
@@ -59,6 +61,7 @@ def explain(fn: Callable[..., Any] | Function[..., Any], *args: Any, **kwargs: A
 
     Work is the number of elements that an operation goes through on the busiest device; of products, multiplications.
     """
+    check_is_function("explain", fn)
     tensors, _, arguments = arguments_of(args, kwargs)
     plain = fn.plain if isinstance(fn, Function) else fn
     traced = traced_call(plain, tensors, arguments)
@@ -70,7 +73,8 @@ def visualize(layout: Layout, shape: Sequence[int]) -> str:
 
     Each cell is a block: the indices of its rows and columns are at the sides, its devices inside.
     """
-    layout.check_shape(shape)
+    check_is_layout(layout)
+    layout.check_shape(checks.per_axis("shape", shape))
     if layout.rank > 2:
         raise LayoutError(f"an array with {layout.rank} axes is not drawn: at most 2; see layout.slices(shape, device)")
     partition = layout.partition(shape)

@@ -19,7 +19,7 @@ from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import Step, is_tracing, rebuilt, tracing
+from pscluster.spmd.tracing import Step, check_is_function, is_tracing, rebuilt, tracing
 from pscluster.spmd.variables.variable import DVariable
 from pscluster.worker.programs.program import ArrayType
 
@@ -91,6 +91,7 @@ class Function(Generic[Params, Returned]):
     """A function that is traced at its first call for each kind of arguments. See `function`."""
 
     def __init__(self, fn: Callable[Params, Returned]) -> None:
+        check_is_function("function", fn)
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._traces = Traces[Traced]()

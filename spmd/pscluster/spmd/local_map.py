@@ -18,7 +18,7 @@ from pscluster.spmd.gradients.tape import record_local
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import Trace, is_tracing, leaves_of
+from pscluster.spmd.tracing import Trace, check_is_function, is_tracing, leaves_of
 from pscluster.worker.programs.program import ArrayType
 
 
@@ -180,8 +180,7 @@ def local_map(
     Errors that `fn` raises are raised by the next fetch, as those of all operations. A collective in which not all
     devices along the dimension take part raises MisuseError, which names them, in all of them.
     """
-    if not callable(fn):
-        raise MisuseError(f"local_map takes a function, not {type_of(fn)}")
+    check_is_function("local_map", fn)
     return LocalMap(fn, in_layouts, out_layouts, out_types, bool(check), vjp)
 
 

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from pscluster.core import checks
+from pscluster.core.checks import type_of
 from pscluster.core.errors import MeshError, MisuseError
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mesh
@@ -57,6 +58,8 @@ def create_mesh(
             raise MeshError(f"{mesh.devices[0]} is a device of a cluster: give its coordinator, too")
         session_of(mesh)
         return mesh
+    if not hasattr(coordinator, "context"):  # a ClusterCoordinator, which needs not be imported for local meshes
+        raise MeshError(f"coordinator is {type_of(coordinator)}: give a ClusterCoordinator")
     there = [peer.index for peer in coordinator.context.workers]
     each = checks.whole("devices_per_task", devices_per_task, at_least=1)
     if devices is None:
@@ -103,9 +106,16 @@ def session_of(mesh: Mesh) -> Session:
         return _sessions.setdefault(mesh, Session(mesh, InProcess()))
 
 
+def check_is_mesh(mesh: object) -> None:
+    """Raise MeshError if it is none."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"a Mesh is needed, not {type_of(mesh)}: make one by create_mesh(dims)")
+
+
 @contextlib.contextmanager
 def default_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Make it the mesh of `P` in the block."""
+    check_is_mesh(mesh)
     token = _default.set(mesh)
     try:
         yield mesh
@@ -122,4 +132,5 @@ def P(*specs: Spec) -> Layout:  # noqa: N802  # as in JAX
 
 def barrier(mesh: Mesh, timeout: float | None = None) -> None:
     """Wait until everything has ended that was computed on a mesh. Raises the first error."""
+    check_is_mesh(mesh)
     session_of(mesh).wait(timeout)

@@ -35,6 +35,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core import checks
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
@@ -352,6 +353,8 @@ class Session:
     @staticmethod
     def _end(sent: Sequence[Running], timeout: float | None) -> None:
         """Wait until these programs have ended, whatever came of them. WaitTimeoutError after `timeout` seconds."""
+        if timeout is not None:
+            timeout = checks.real("timeout", timeout, ", or None", kind="number of seconds", finite=False, at_least=0)
         deadline = None if timeout is None else time.monotonic() + timeout
         for running in sent:  # in order: programs may end in another one, but the first error is the cause
             if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.errors import LayoutError, MisuseError, ShardedGatherError, UnsupportedFunctionError
 from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
@@ -120,7 +121,7 @@ class DTensor(ArrayMethods, StaysHere):
     def relayout(self, layout: Layout | Sequence[Spec]) -> DTensor:
         """Return the same array in another layout of its mesh. MATCH, in a list of specs, keeps that of its axis."""
         if not isinstance(layout, Layout):
-            layout = self.layout.matched(list(layout))
+            layout = self.layout.matched(layout)
         if layout.mesh != self.mesh:
             raise LayoutError(
                 f"the array lies on {self.mesh!r}, and can't be relaid out on {layout.mesh!r}: "
@@ -135,6 +136,8 @@ class DTensor(ArrayMethods, StaysHere):
 
     def relayout_like(self, other: DTensor) -> DTensor:
         """Return the same array in the layout of another one of equal rank."""
+        if not isinstance(other, DTensor):
+            raise MisuseError(f"relayout_like takes a global array, not {type_of(other)}: relayout() takes a layout")
         return self.relayout(other.layout)
 
     def full(self, timeout: float | None = None) -> Array:
@@ -288,7 +291,8 @@ def _function(function: Any, name: str) -> Callable[..., Any]:
 
 def unsupported(name: str, why: str = "") -> UnsupportedFunctionError:
     """Return the error of a function that is not there for global arrays, with the ways out."""
+    here = "array.full()[index]" if name == "indexing" else f"np.{name.removeprefix('numpy.')}(array.full())"
     return UnsupportedFunctionError(
         f"{name} is not there for global arrays{f' {why}' if why else ''}. Either fetch the array and call it here: "
-        f"{name.rpartition('.')[2]}(array.full()); or write it with functions that docs/spmd.md lists"
+        f"{here}; or write it with functions that docs/spmd.md lists"
     )

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from pscluster.core.checks import type_of
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
@@ -23,6 +24,12 @@ _trace: ContextVar[Trace | None] = ContextVar("pscluster-trace", default=None)
 
 SENT_HERE_BYTES = 1024
 """Of a replicated result of a traced function, such as a loss, whose value comes here with its program's end."""
+
+
+def check_is_function(caller: str, fn: object) -> None:
+    """Raise MisuseError if it is none."""
+    if not callable(fn):
+        raise MisuseError(f"{caller} takes a function, not {type_of(fn)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,13 @@ def test_what_does_not_fit_is_refused() -> None:
         Layout(["x", None], GRID).matched(["x"])
     with pytest.raises(LayoutError, match="needs a Mesh, not a dict"):
         Layout(["x"], {"x": 3})  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in (-1, "2", None):
+        with pytest.raises(LayoutError, match=r"rank is .*; it must be the number of an array's axes"):
+            Layout.replicated(GRID, wrong)
+    for wrong in (None, "x", 5):
+        with pytest.raises(LayoutError, match=r"specs is .*; give a list"):
+            Layout(["x"], GRID).matched(wrong)
     for text in ("", "sharding_specs:x", f"specs:x, mesh:{GRID}"):
         with pytest.raises(LayoutError, match="is not a layout"):
             Layout.from_string(text)

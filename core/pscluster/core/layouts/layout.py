@@ -40,9 +40,7 @@ class Layout:
     def __init__(self, specs: Sequence[Spec], mesh: Mesh) -> None:
         if not isinstance(mesh, Mesh):
             raise LayoutError(f"a layout needs a Mesh, not {type_of(mesh)}: give Layout(specs, mesh)")
-        if isinstance(specs, str) or not isinstance(specs, Iterable):
-            raise LayoutError(f"specs is {specs!r}; give a list with one entry for each axis, such as ['x', UNSHARDED]")
-        whole = tuple(UNSHARDED if spec is None else spec for spec in specs)
+        whole = tuple(UNSHARDED if spec is None else spec for spec in _listed(specs))
         for axis, spec in enumerate(whole):
             if spec == UNSHARDED:
                 continue
@@ -85,14 +83,14 @@ class Layout:
     @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
         """Return the layout of an array of this rank that every device has in whole."""
-        return cls([UNSHARDED] * rank, mesh)
+        return cls(_unsharded(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
         """Return the layout that shards one axis, by default the first, over this dimension."""
-        if not -rank <= axis < rank:
-            raise LayoutError(f"an array of rank {rank} has no axis {axis} to shard over {batch_dim!r}")
-        specs: list[Spec] = [UNSHARDED] * rank
+        specs = _unsharded(rank)
+        if not isinstance(axis, int) or not -rank <= axis < rank:
+            raise LayoutError(f"an array of rank {rank} has no axis {axis!r} to shard over {batch_dim!r}")
         specs[axis] = batch_dim
         return cls(specs, mesh)
 
@@ -110,9 +108,10 @@ class Layout:
 
     def matched(self, specs: Sequence[Spec]) -> Layout:
         """Return the layout with these specs, of which MATCH stands for this layout's own."""
-        if len(specs) != self.rank:
-            raise LayoutError(f"{len(specs)} specs were given for an array of rank {self.rank}: give one for each axis")
-        return Layout([own if spec == MATCH else spec for own, spec in zip(self.specs, specs, strict=True)], self.mesh)
+        given = _listed(specs)
+        if len(given) != self.rank:
+            raise LayoutError(f"{len(given)} specs were given for an array of rank {self.rank}: give one for each axis")
+        return Layout([own if spec == MATCH else spec for own, spec in zip(self.specs, given, strict=True)], self.mesh)
 
     # Questions
 
@@ -230,6 +229,18 @@ class Layout:
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.mesh.dims)
         return f"<Layout [{', '.join(self.specs)}] of mesh {dims}>"
+
+
+def _listed(specs: object) -> list[Spec]:
+    if isinstance(specs, str) or not isinstance(specs, Iterable):
+        raise LayoutError(f"specs is {specs!r}; give a list with one entry for each axis, such as ['x', UNSHARDED]")
+    return list(specs)
+
+
+def _unsharded(rank: object) -> list[Spec]:
+    if not isinstance(rank, int) or rank < 0:
+        raise LayoutError(f"rank is {rank!r}; it must be the number of an array's axes, 0 or more")
+    return [UNSHARDED] * rank
 
 
 @functools.lru_cache(maxsize=4096)

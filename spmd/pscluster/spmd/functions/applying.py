@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.dtypes import is_variable_dtype
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
@@ -243,6 +244,9 @@ def planned(
     combine: str = "",
 ) -> Plan:
     """Apply the rule, given labels, shape, layout and bytes of each operand: see `apply`."""
+    for result in results:
+        if not is_variable_dtype(result.dtype):
+            raise MisuseError(f"a global array holds numbers or bools, not {result.dtype}: choose another type")
     mesh = operands[0][2].mesh
     kept = list(dict.fromkeys(label for result in results for label in result.labels if label is not None))
     unsharded = set(whole)

@@ -224,6 +224,8 @@ def repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
     array = xp.ravel(a) if axis is None else a
     at = normal_axis(axis or 0, array.ndim)
     counts = xp.broadcast_to(repeats, array.shape[at])
+    if counts.size and counts.min() < 0:
+        raise ValueError("repeats may not contain negative values.")  # NumPy's words
     shape = [int(counts.sum()) if k == at else n for k, n in enumerate(array.shape)]
     each = int(repeats) if np.ndim(repeats) == 0 else [int(n) for n in counts]
     return _changed_along("repeat", array, [at], shape, each, axis=at)
@@ -237,6 +239,8 @@ def pad(array: Any, pad_width: Any, mode: str = "constant", **kwargs: Any) -> An
     if isinstance(pad_width, dict):
         pad_width = [pad_width.get(at, pad_width.get(at - array.ndim, (0, 0))) for at in range(array.ndim)]
     widths = [(int(a), int(b)) for a, b in xp.broadcast_to(pad_width, (array.ndim, 2))]
+    if any(min(width) < 0 for width in widths):
+        raise ValueError("index can't contain negative values")  # NumPy's words
     changed = [at for at, (before, after) in enumerate(widths) if before or after]
     shape = [n + before + after for n, (before, after) in zip(array.shape, widths, strict=True)]
     options = {name: np.asarray(value).tolist() for name, value in kwargs.items()}

@@ -88,8 +88,8 @@ def _register(ufunc: np.ufunc, *functions: Any) -> None:
         if args:
             raise unsupported(name, "with that many positional arguments: name them")
         keep = keepdims is not _NO_VALUE and bool(keepdims)
-        where = True if where is _NO_VALUE else where
-        return reduce(ufunc, a, axis, dtype, out, keep, initial, where)
+        refuse_out(name, {"out": out, "where": where})
+        return reduce(ufunc, a, axis, dtype, None, keep, initial)
 
 
 _register(np.add, np.sum)

@@ -38,7 +38,7 @@ def _rearranged(name: str, a: DTensor, labels: Sequence[Label], shape: Sequence[
 @implements(np.transpose)
 def transpose(a: Any, axes: Any = None) -> Any:
     """See `numpy.transpose`."""
-    order = tuple(reversed(range(a.ndim))) if axes is None else normal_axes(tuple(axes), a.ndim)
+    order = tuple(reversed(range(a.ndim))) if axes is None else normal_axes(axes, a.ndim)
     if len(order) != a.ndim:
         raise ValueError("axes don't match array")  # NumPy's words
     return _rearranged("transpose", a, order, [a.shape[at] for at in order], order)
@@ -88,12 +88,13 @@ def reshape(a: Any, /, shape: Any = None, order: Any = "C", *, newshape: Any = N
         raise ValueError(f"order must be one of 'C', 'F', 'A', not {order!r}")
     wanted = newshape if shape is None else shape
     lengths = [operator.index(n) for n in (wanted if isinstance(wanted, tuple | list) else (wanted,))]
+    misfit = ValueError(f"cannot reshape array of size {a.size} into shape {tuple(lengths)}")  # NumPy's words
     if lengths.count(-1) == 1:
         if not (known := math.prod(n for n in lengths if n != -1)):
-            raise ValueError(f"cannot reshape array of size {a.size} into shape {tuple(lengths)}: -1 could be any")
+            raise misfit  # -1 could be any
         lengths[lengths.index(-1)] = a.size // known
     if math.prod(lengths) != a.size or min(lengths, default=0) < 0:
-        raise ValueError(f"cannot reshape array of size {a.size} into shape {tuple(wanted) if lengths else ()}")
+        raise misfit
     if tuple(lengths) == a.shape:
         return a
     if order == "F":  # first indices change fastest: those of the transpose, in the usual order

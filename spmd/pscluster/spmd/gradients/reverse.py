@@ -19,7 +19,7 @@ from pscluster.spmd.gradients.rules import RULES
 from pscluster.spmd.gradients.tape import Node, Tape, record_relayout, recording
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import is_tracing, leaves_of, rebuilt
+from pscluster.spmd.tracing import check_is_function, is_tracing, leaves_of, rebuilt
 from pscluster.spmd.variables.variable import DVariable
 
 
@@ -42,6 +42,7 @@ def value_and_grad(
         MisuseError: the value is not such a number, or an argument has arrays that are not floating-point numbers.
         UnsupportedFunctionError: the value depends on an argument through a function without a gradient.
     """
+    check_is_function("value_and_grad", fn)
     numbers = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     if not numbers or not all(type(number) is int for number in numbers) or len(set(numbers)) < len(numbers):
         raise MisuseError(f"argnums is the number of a positional argument, or several different ones, not {argnums!r}")
