@@ -130,6 +130,7 @@ def test_errors_of_calls(grid: spmd.Mesh) -> None:
             "has returned 2 results, where out_layouts has 3",
         ),
         (lambda block: block, {"a": ["x", "y"]}, MisuseError, r"where out_layouts has \['a'\]"),
+        (lambda block: spmd.psum(block, 5), ["x", "y"], MisuseError, "psum over 5: the mesh has the dimensions"),  # type: ignore[arg-type]
         (lambda block: "text", [], MisuseError, "has returned a str, of str.*: return arrays of numbers"),
     ]
     for fn, out, error, message in calls:

@@ -179,6 +179,8 @@ def test_how_a_variable_gets_its_layout(make_mesh: MakeMesh) -> None:
         DVariable(a, layout=Layout([None, "x"], mesh))
     with pytest.raises(spmd.LayoutError, match="variable 'w' has no layout: give layout=, or a global array"):
         DVariable(W, name="w")
+    with pytest.raises(MisuseError, match="the name of a variable is a text, not an int"):
+        DVariable(a, name=5)  # type: ignore[arg-type]
     with pytest.raises(spmd.LayoutError, match=r"shape \(7, 4\) has 2 axes, but the layout has 1"):
         variable(W, ["x"], mesh)
     rules, prefix = LayoutMap(mesh), next(_names)
@@ -237,6 +239,8 @@ def test_gradients_that_are_refused(line: spmd.Mesh) -> None:
         ([(g, v), (g, integers)], InvalidUpdateError, "is int64: only floats take gradients"),
         ([(g, g)], TypeError, r"takes pairs \(gradient, DVariable\), not an ndarray"),
         ([g], TypeError, "takes pairs"),
+        ([v], TypeError, r"takes pairs \(gradient, DVariable\), not a DVariable"),
+        (v.value(), TypeError, r"takes pairs \(gradient, DVariable\), not a DTensor"),
     ]:
         with pytest.raises(error, match=why):
             optimizer.apply_gradients(pairs)  # type: ignore[arg-type]

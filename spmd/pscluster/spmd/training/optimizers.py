@@ -115,12 +115,13 @@ class Optimizer:
 
     def _checked(self, grads_and_vars: Iterable[tuple[Any, DVariable]]) -> list[tuple[DTensor, DVariable]]:
         pairs: list[tuple[DTensor, DVariable]] = []
-        for pair in grads_and_vars:
+        given: Any = grads_and_vars
+        for pair in [given] if isinstance(given, DTensor) else given:
             what: Any = pair
-            if isinstance(what, tuple | list) and len(what) == 2:
-                what = what[1]
-            if not isinstance(what, DVariable):
-                raise TypeError(f"apply_gradients takes pairs (gradient, DVariable), not {type_of(what)}")
+            is_pair = isinstance(what, tuple | list) and len(what) == 2
+            if not is_pair or not isinstance(what[1], DVariable):
+                found = type_of(what[1] if is_pair else what)
+                raise TypeError(f"apply_gradients takes pairs (gradient, DVariable), not {found}")
             gradient, variable = pair
             if gradient is None:
                 continue

@@ -87,6 +87,8 @@ class DVariable(DTensor):
     ) -> None:
         if is_tracing():
             raise MisuseError("a variable can't be made while a function is traced: make it before, outside")
+        if name is not None and not isinstance(name, str):
+            raise MisuseError(f"the name of a variable is a text, not {checks.type_of(name)}")
         layout = _layout_of(initial_value, layout, name, shape)
         session = session_of(layout.mesh)
         if isinstance(initial_value, DTensor):
@@ -293,7 +295,8 @@ def _layout_of(initial: Any, layout: Layout | None, name: str | None, shape: Seq
     if layout is not None:
         return layout
     if (rules := current_rules()) is None:
-        raise LayoutError(f"variable {name!r} has no layout: give layout=, or a global array as its initial value")
+        called = "a variable" if name is None else f"variable {name!r}"
+        raise LayoutError(f"{called} has no layout: give layout=, or a global array as its initial value")
     if name is None:
         raise LayoutError("a variable without a name has no rule in the LayoutMap: give name=, or layout=")
     return rules.layout_for(name, numeric(initial).ndim if shape is None else len(shape))

@@ -90,7 +90,7 @@ def _current(name: str) -> Call:
 
 
 def _dims(name: str, dim: Dims, call: Call) -> tuple[str, ...]:
-    dims = (dim,) if isinstance(dim, str) else tuple(dim)
+    dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
     if not dims or len(set(dims)) < len(dims) or not all(one in call.mesh for one in dims):
         raise MisuseError(f"{name} over {dim!r}: the mesh has the dimensions {', '.join(call.mesh.dim_names)}")
     return tuple(one for one in call.mesh.dim_names if one in dims)  # in one order, as on the other devices
