@@ -60,6 +60,7 @@ class FunctionContext:
     bounded: Any = field(default=None, init=False)
     """The same for a run with bounded staleness, whose updates are applied as they come: its Bounded."""
     _has_updated: bool = field(default=False, init=False)  # in an earlier step
+    _sends: bool = field(default=False, init=False)  # an update, in this step
     _first_nth: int = field(default=0, init=False)
     _cancelled: bool = field(default=False, init=False)
     _on_cancel: list[Callable[[], object]] = field(default_factory=list, init=False)
@@ -79,6 +80,7 @@ class FunctionContext:
                 raise MisuseError(f"a synchronous step has made more than {STEP_UPDATES} updates of one variable")
             self._first_nth = number * STEP_UPDATES
             self._has_updated |= bool(self._updates)
+            self._sends = False
             self._updates.clear()
 
     def update_counts(self) -> dict[int, int]:
@@ -96,12 +98,17 @@ class FunctionContext:
         """Forget the updates of a synchronous step that ended too early. `updated`: some were applied at once."""
         with self._lock:
             self._has_updated |= updated
+            self._sends = False
             self._updates.clear()
+
+    def sends_update(self) -> None:
+        """Note that an update is about to be sent, or to be a part of its step."""
+        self._sends = True
 
     @property
     def updated(self) -> bool:
-        """Whether it has requested an update, which may have been applied."""
-        return self._has_updated or bool(self._updates)
+        """Whether it has sent an update, which may have been applied. One that was refused before that is none."""
+        return self._has_updated or self._sends
 
     @property
     def is_cancelled(self) -> bool:

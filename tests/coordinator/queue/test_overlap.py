@@ -230,8 +230,10 @@ def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordina
         raise ValueError(f"step {at}")
 
     coordinator.schedule(step, args=(5,), lookups=lambda at: [(table, [at])])
-    with pytest.raises(ValueError, match="step 5"):
+    with pytest.raises(ValueError, match="step 5") as caught:
         coordinator.join()
+    assert isinstance(caught.value, FunctionError)
+    assert caught.value.partly_applied
     assert table.numpy()[:, 0].tolist() == [float(at == 5) for at in range(ROWS)]
 
 

@@ -28,7 +28,7 @@ from pscluster.coordinator import (
     optimizers,
     table_policies,
 )
-from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.errors import FunctionError, InvalidUpdateError, MisuseError
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.ps.wire_dtypes import CODES, decode, encode
 
@@ -324,8 +324,11 @@ def test_values_that_the_type_cannot_hold(coordinator: ClusterCoordinator, strat
         rule.apply_gradients([(np.ones(4, np.float32), other), (slices, table)])
 
     coordinator.schedule(push)
-    with pytest.raises(InvalidUpdateError, match=r"'table': the gradient of row 7, .* value 1e\+06, which float16"):
+    message = r"'table': the gradient of row 7, .* value 1e\+06, which float16"
+    with pytest.raises(InvalidUpdateError, match=message) as caught:
         coordinator.join(TIMEOUT)
+    assert isinstance(caught.value, FunctionError)
+    assert not caught.value.partly_applied
     assert other.numpy().tolist() == [1] * 4
     assert rule.iterations == 0
     table.assign(1e5, at=3)

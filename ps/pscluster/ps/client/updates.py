@@ -60,6 +60,7 @@ class Updater:
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
             _check_whole([update for update in updates if not update.asynchronous])
+            function.sends_update()
             function.steps.add([update for update in updates if not update.asynchronous])
             updates = [update for update in updates if update.asynchronous]
             if not updates:
@@ -115,7 +116,8 @@ class Updater:
     def _applying_once(
         self, updates: Sequence[ShardUpdate], term: int, function: FunctionContext | None, pushes: dict[int, Push]
     ) -> Phases[None]:
-        inside = function is not None and function.function
+        if inside := function is not None and function.function > 0:
+            function.sends_update()
         sequence, settled = (0, 0) if inside else self._next_sequence()
         origin = ps_pb2.UpdateRequest(
             job=self._job,

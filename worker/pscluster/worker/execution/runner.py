@@ -310,6 +310,8 @@ class Runner:
         if error is not None and error is not raised and outcome.kind != Outcome.CANCELLED:
             self._job.results.pop(outcome.function, None)
             outcome = failed_later(outcome, error, updated=context.updated)
+        elif outcome.kind != Outcome.DONE:
+            outcome.updated = context.updated  # it may have raised before they were sent
         self._end(outcome, run)
 
     def _end(self, outcome: Outcome, run: Run) -> None:
