@@ -28,6 +28,9 @@ the largest header and none; servers reserve memory for one for every call that 
 MAX_ITEMS = 1 << 13
 """The most items in one read. Their headers stay far below the limit of a header."""
 
+MAX_SHARDS = 10_000
+"""The most shards that a variable is made with: each adds work on a server, and to every whole read and update."""
+
 ROWS_IDS_BYTES = 1 << 20
 """Row numbers in one read: the server answers that many as of one moment, so clients divide longer reads."""
 

@@ -253,7 +253,7 @@ def test_a_delta_that_is_damaged_is_refused(made: tuple[Path, list[Array]], tmp_
         with pytest.raises(CheckpointError, match=str(path)):
             table.follow(path)
     path.write_bytes(data + b"more")
-    with pytest.raises(CheckpointError, match="was not written to its end"):
+    with pytest.raises(CheckpointError, match="was not written to its end" if ending else "something was added to it"):
         table.follow(path)
     path.unlink()
     with pytest.raises(CheckpointError, match="can't be read: No such file"):

@@ -301,7 +301,7 @@ def test_other_refusals(job: Job, table: EmbeddingTable) -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"dim": 0, "capacity": 1}, "dim is 0; it must be a whole number"),
             ({"dim": 4, "capacity": 0}, "capacity is 0"),
-            ({"dim": 4, "max_bytes": 0}, "max_bytes is 0"),
+            ({"dim": 4, "max_bytes": 31}, "max_bytes is 31; it must be a whole number, at least 32 "),
             ({"dim": 4, "admission": 3}, "admission is 3; give one of SeenTimes, WithProbability, or None"),
             ({"dim": 4, "eviction": table_policies.LeastFrequentlyUsed()}, "give a capacity or max_bytes"),
             ({"dim": 4, "optimizer": "adam"}, "optimizer is 'adam'; it must be an optimizer"),
@@ -310,6 +310,7 @@ def test_other_refusals(job: Job, table: EmbeddingTable) -> None:
             ({"dim": 4, "max_id_bytes": 8}, "max_id_bytes is 8, but only ids that are strings have a limit"),
             ({"dim": 4, "ids": str, "max_id_bytes": 1025}, "max_id_bytes is 1025"),
             ({"dim": 4, "capacity": 4, "num_shards": 0}, "num_shards is 0"),
+            ({"dim": 4, "num_shards": 10_001}, "num_shards is 10001; .* at most 10,000"),
             ({"dim": 4, "capacity": 4, "initializer": "zeros"}, "must be an initializer"),
             ({"dim": 4, "capacity": 4, "initializer": initializers.HeNormal()}, "depend on the number of rows"),
         ]

@@ -399,6 +399,8 @@ WRONG_IDS: list[tuple[Any, str]] = [
         [[3.0], [np.nan]],
         r"row ids must be integers, but they are float64, such as nan \(position 1\): give whole numbers",
     ),
+    ([0, 1 << 64], r"row ids must .* object, such as 18446744073709551616 \(position 1\): give .* fit in int64"),
+    ([-1.0, 2.0**63], r"row ids must .* float64, such as 9.2.*e\+18 \(position 1\): give .* fit in int64"),
     (["a"], r"row ids must be integers, but they are str, such as 'a' \(position 0\): give whole numbers"),
     ([True], "row ids must be integers, but they are bool"),
     (["1"], "row ids must be integers"),

@@ -68,7 +68,8 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             f"{path} is not a delta, or is damaged: its header does not match its checksum; {HINT}"
         ) from None
     if total != len(data):
-        raise CheckpointError(f"{path} has {len(data):,} bytes, not {total!r}: it was not written to its end; {HINT}")
+        what = "it was not written to its end" if len(data) < total else "something was added to it"
+        raise CheckpointError(f"{path} has {len(data):,} bytes, not {total:,}: {what}; {HINT}")
     if xxh3_128(memoryview(data)[:-_CHECKSUM_BYTES]).digest() != data[-_CHECKSUM_BYTES:]:
         raise CheckpointError(f"{path} is damaged: it is not what was written; {HINT}")
     header = Header.of(path, text)

@@ -26,6 +26,7 @@ from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import RANGE, RowOrder
+from pscluster.ps.spec import MAX_SHARDS
 
 PartitionerLike = Callable[[tuple[int, ...], "np.dtype[Any]"], Sequence[int]]
 """What `variable_partitioner` takes: `(shape, dtype)` to the number of shards per axis."""
@@ -41,7 +42,6 @@ def element_bytes(dtype: np.dtype[Any], bytes_per_string: int = 16) -> int:
 
 
 MAX_SCATTERED_SHARDS = 1024  # of rows by modulo or hash: to restore into another cut, every shard reads every other
-MAX_SHARDS = 10_000  # the most shards of a variable: each adds work on a server, and to every whole read and update
 
 
 class Partitioner(abc.ABC):

@@ -67,6 +67,8 @@ def _not_integers(array: npt.NDArray[Any]) -> str:
     elif kind != "b":
         wrong[:] = True
     hint = "give whole numbers" if wrong.any() else "convert them first, for instance with ids.astype(np.int64)"
+    if kind in "fO" and not wrong.any() and (wrong := (flat < -(2**63)) | (flat >= 2**63)).any():
+        hint = "give numbers that fit in int64"
     place = int(wrong.argmax()) if flat.size else 0
     such = f", such as {flat[place : place + 1].tolist()[0]!r:.60} (position {place})" if flat.size else ""
     return f"{dtype_name(array.dtype)}{such}: {hint}"

@@ -24,6 +24,7 @@ from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variable import Variable, WireDtype
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
 from pscluster.ps.row_ids import MOST_ID_BYTES, RowIds, columns_of, id_bytes_for
+from pscluster.ps.spec import MAX_SHARDS
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
 from pscluster.ps.tables import MAX_DIM, MAX_ROWS, initial_rows, rows_of_shard, shards_of, table_ids
 from pscluster.v1 import ps_pb2
@@ -125,7 +126,9 @@ class EmbeddingTable(Variable):
         initializer = RandomUniform() if initializer is None else initializer
         try:
             dim = checks.whole("dim", dim, at_least=1, at_most=MAX_DIM)
-            shards = creator.num_servers if num_shards is None else checks.whole("num_shards", num_shards, at_least=1)
+            shards = creator.num_servers
+            if num_shards is not None:
+                shards = checks.whole("num_shards", num_shards, at_least=1, at_most=MAX_SHARDS)
             if capacity is not None:
                 capacity = checks.whole("capacity", capacity, at_least=1, at_most=shards * (MAX_ROWS // 2))
             if not isinstance(initializer, Initializer):
@@ -141,7 +144,8 @@ class EmbeddingTable(Variable):
                     )
                 table.optimizer = optimizer.name
             if max_bytes is not None:
-                table.max_bytes = checks.whole("max_bytes", max_bytes, at_least=1, at_most=(1 << 63) - 1)
+                row_bytes = 4 * (dim + columns_of(table.id_bytes))
+                table.max_bytes = checks.whole("max_bytes", max_bytes, at_least=row_bytes, at_most=(1 << 63) - 1)
             for argument, policy, kinds in (("admission", admission, Admission), ("eviction", eviction, Eviction)):
                 if policy is not None and not isinstance(policy, kinds):
                     names = ", ".join(kind.__name__ for kind in kinds.__args__)

@@ -258,16 +258,16 @@ def _least_used(policy: ps_pb2.TableEviction, shard: Shard, rows: TableRows, use
 def _limit_of(held: HeldVariable, shard: Shard, optimizer: HeldOptimizer | None) -> tuple[int, str]:
     """Return how many rows a shard may have now, and what to do if that is too few."""
     table = held.spec.table
+    evicts = table.eviction.kind in NEED_LIMIT  # all rows but those of the update itself
     if table.max_bytes:
         slots = {} if optimizer is None else _slots_to_come(shard, optimizer)
         row_bytes = sum(array.strides[0] for array in shard.arrays().values()) + len(slots) * table.dim * 4
         others = sum(other.nbytes for other in list(held.shards.values()) if other is not shard)
         rows = max(table.max_bytes - others, 0) // row_bytes
         if rows < shard.row_limit:
-            return rows, (
-                f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, or add servers"
-            )
-    more = "" if table.eviction.kind else ", or an eviction"
+            more = "add servers, or update fewer ids at once" if evicts else "or add servers"
+            return rows, f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, {more}"
+    more = ", or update fewer ids at once" if evicts else "" if table.eviction.kind else ", or an eviction"
     return shard.row_limit, f"give the table a larger capacity{more}"
 
 
@@ -279,6 +279,6 @@ def _slots_to_come(shard: Shard, optimizer: HeldOptimizer) -> Mapping[str, objec
 def _full(held: HeldVariable, rows: TableRows, limit: int, missing: RowIds, hint: str) -> InvalidUpdateError:
     return InvalidUpdateError(
         f"table {held.spec.name!r} is full: a shard has {rows.count:,} rows and room for "
-        f"{max(limit - rows.count, 0):,} more, and an update has {len(missing):,} new ids, such as "
-        f"{shown(missing[-1])}: {hint}"
+        f"{max(limit - rows.count, 0):,} more, and an update has {len(missing):,} new "
+        f"{'id' if len(missing) == 1 else 'ids, such as'} {shown(missing[-1])}: {hint}"
     )
