@@ -395,7 +395,7 @@ def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> Non
             recorded.extend(bytes(b"".join(as_buffers([packet]))) for packet in packets)
             real(*packets)
 
-        friend_side.send = send  # type: ignore[method-assign]
+        friend_side.send = send  # type: ignore[method-assign,assignment]
         DataPort._shake_hands(friend_side, Secret.of(TOKEN), where(server))
         friend_side.send((Kind.CALL, (_call("Echo"),)), (Kind.MESSAGE, (b"x",)))
         assert friend_side.receive() == (Kind.MESSAGE, b"x")

@@ -29,7 +29,7 @@ def options_of(way: str, folder: Path) -> RoleOptions:
         certificates = folder / "certificates"
         if not certificates.exists():
             make_certificates(certificates)
-        return RoleOptions(metrics_port=None, token=TOKEN, tls=load_tls(str(certificates / "worker")))
+        return RoleOptions(metrics_port=None, token=TOKEN, tls=load_tls("worker", certificates))
     return RoleOptions(metrics_port=None, token=TOKEN)
 
 

@@ -31,6 +31,14 @@ def stops_answering(replica: ReplicaContext) -> None:
     signal.pause()
 
 
+def stops_amid_a_message(replica: ReplicaContext) -> None:
+    """Take part in two collectives, and send more than fits in a third."""
+    replica.barrier()
+    replica.barrier()
+    print("ready", flush=True)
+    replica.broadcast(np.ones(4_000_000), source=1)
+
+
 def main() -> None:
     """Be a member."""
     rank, address, step = int(sys.argv[1]), sys.argv[2], sys.argv[3]

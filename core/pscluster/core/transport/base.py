@@ -15,6 +15,13 @@ Destination = Callable[[bytes, int], Iterable[memoryview] | None]
 """Returns memory for the rest of a message, given its first bytes and its size, so that the rest is not copied.
 None if it needs the whole message, which a second call then passes."""
 
+BeforeWaiting = Callable[[], object]
+"""Is called by a thread that will wait until the other end receives more."""
+
+Readable = Callable[[float], bool]
+"""Waits until a message begins to arrive, or the call ends or breaks; False if neither happens for so many seconds.
+For one thread at a time."""
+
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -48,8 +55,11 @@ class Stream(Protocol):
 
     frame_bytes: int  # recommended maximum payload of a frame
 
-    def send(self, *buffers: Buffer, last: bool = False) -> None:
-        """Send a message, waiting for room unless opened with `prompt`; `receive` raises the stream's errors."""
+    def send(self, *buffers: Buffer, last: bool = False, before_waiting: BeforeWaiting | None = None) -> None:
+        """Send a message, waiting for room unless opened with `prompt`; `receive` raises the stream's errors.
+
+        `before_waiting` is called before it waits, or in any case if the transport can't tell.
+        """
 
     def end(self) -> None:
         """Announce that no more messages follow."""
@@ -81,6 +91,13 @@ class ServerCall:
 
         It returns False if it fails: the handler must then yield the message, which raises the reason. None: the
         handler must yield every message.
+        """
+        return None
+
+    def listener(self) -> Callable[[], Readable] | None:
+        """Return what makes a `Readable` for a thread that requests messages: any may, but one at a time.
+
+        None: only the handler's thread may request them, and can't tell before whether it will wait.
         """
         return None
 

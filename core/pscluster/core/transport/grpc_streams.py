@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.transport.base import Destination, Metadata, StreamEndedError
+from pscluster.core.transport.base import BeforeWaiting, Destination, Metadata, StreamEndedError
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer
 
 _QUEUED = 4  # messages queued for grpc's thread before `send` waits
@@ -41,7 +41,9 @@ class GrpcStream:
         self._room.release()
         self.end()
 
-    def send(self, *buffers: Buffer, last: bool = False) -> None:
+    def send(self, *buffers: Buffer, last: bool = False, before_waiting: BeforeWaiting | None = None) -> None:
+        if before_waiting is not None:
+            before_waiting()
         self._room.acquire()
         if self._over:
             self._room.release()  # for the next one

@@ -33,6 +33,7 @@ from pscluster.core.transport.frames import head_of, unpack
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.mailbox import Arrival, Mailbox
+from pscluster.worker.collectives.reading import Reading
 
 _MAX_OPENING_BYTES = 1 << 10
 _REMEMBERED = 32  # members of gangs that have ended: for members that ask later how
@@ -49,6 +50,8 @@ class Hosted:
     def __init__(self, gang: Gang, mailbox: Mailbox) -> None:
         self.gang = gang
         self.mailbox: Mailbox | None = mailbox
+        self.readings: dict[int, Reading] = {}
+        """Of the members whose messages the function's thread may read, by rank."""
         self._lock = threading.Lock()
         self._joined: set[int] = set()
         self._on_end: dict[int, OnEnd] = {}
@@ -70,9 +73,10 @@ class Hosted:
         callback(reply_to(source))
 
     def leave(self, source: int) -> None:
-        """Forget the callback of an exchange that is over."""
+        """Forget an exchange that is over."""
         with self._lock:
             self._on_end.pop(source, None)
+        self.readings.pop(source, None)
 
     def end(self, reply_to: Callable[[int], Reply]) -> None:
         """Tell each source the reply to it, now or when it asks."""
@@ -260,6 +264,10 @@ def serve(frames: Iterator[bytes], context: grpc.ServicerContext, gangs_of: Call
     try:
         if (send := call.sender()) is not None:
             hosted.on_end(source, lambda reply: send(reply.SerializeToString()))
+            if (listen := call.listener()) is not None:
+                reading = hosted.readings[source] = Reading(context, messages, listen)
+                reading.run()
+                return
             for _ in messages:
                 pass
             return

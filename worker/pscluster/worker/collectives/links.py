@@ -14,7 +14,7 @@ receiver may still read what it was sent.
 
 A member may compute for any time before it takes part. So one that waits for it asks its worker now and then whether it
 is there, over another connection. If there is no answer the worker is frozen or cut off, and the wait fails; else it
-goes on, and the log says for whom.
+goes on, and the log says for whom. While it waits it reads what the other one sends by itself: see `reading`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,14 @@ from pscluster.core.errors import (
     UnavailableError,
     from_rpc,
 )
-from pscluster.core.transport.base import Stream
+from pscluster.core.transport.base import BeforeWaiting, Stream
 from pscluster.core.transport.frames import Buffer, parts_of
 from pscluster.core.transport.watchdog import Liveness, WatchedCall, watch
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.gang import Gang, Member
 from pscluster.worker.collectives.mailbox import Mailbox, Posted
+from pscluster.worker.collectives.reading import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -142,14 +143,14 @@ class Link:
         if stream is not None:
             stream.end()
 
-    def send(self, *buffers: Buffer) -> None:
+    def send(self, *buffers: Buffer, before_waiting: BeforeWaiting | None = None) -> None:
         """Send a message, once it is ready. What fails is reported by `on_broken`. MemberTimeoutError if it hangs."""
         stream, watched = self._stream, self._watched
         if stream is None or watched is None:
             return  # broken
         watched.begin()
         try:
-            stream.send(*buffers)
+            stream.send(*buffers, before_waiting=before_waiting)
         finally:
             watched.end()
         try:
@@ -181,6 +182,10 @@ class MemberLinks:
         self.gang, self._pool, self._function = gang, pool, function
         self.rank, self.size = gang.rank, gang.size
         self.mailbox = Mailbox(gang.rank, gang.names, self._wait)
+        self.readings: Mapping[int, Reading] = {}
+        """Of members whose messages may be read here; membership puts it in place."""
+        self._reading: Reading | None = None  # the one that is, or was asked for
+        self._watched: dict[int, WatchedCall] = {}  # messages that are being read here
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._signature = worker_pb2.Signature()
@@ -240,20 +245,21 @@ class MemberLinks:
         self.mailbox.check_target(to)
         link = self._links.get(to) or self._link(to)
         if not link.ready.is_set():
+            self._give_back()
             self._wait_ready(link)
         header = worker_pb2.ExchangeRequest(sequence=self.mailbox.sequence)
         if link.begun != header.sequence:
             link.begun = header.sequence
             header.signature.CopyFrom(self._signature)
         link.sent += 1  # before: a message that was sent is counted, whenever the function ends
-        link.send(*parts_of(header, buffers))
+        link.send(*parts_of(header, buffers), before_waiting=None if self._reading is None else self._give_back)
 
     def _announce(self, link: Link) -> None:
         """Tell a member which collective was called, unless it knows."""
         if link.begun != self.mailbox.sequence:
             link.begun = self.mailbox.sequence
             header = worker_pb2.ExchangeRequest(sequence=link.begun, signature=self._signature, alone=True)
-            link.send(*parts_of(header))
+            link.send(*parts_of(header), before_waiting=None if self._reading is None else self._give_back)
 
     def post(self, source: int, memory: memoryview) -> Posted:
         return self.mailbox.post(source, memory)
@@ -281,7 +287,7 @@ class MemberLinks:
 
     def _wait_for(self, posted: Posted) -> None:
         silence = AwakeTimer(self.gang.seconds, CHECK_SECONDS)
-        while not self.mailbox.wait_for(posted, CHECK_SECONDS):
+        while not self._comes(posted):
             self._function.check()
             if silence.is_due():
                 if self.mailbox.has_ended(posted.source):
@@ -293,6 +299,44 @@ class MemberLinks:
             link = self._links.get(posted.source) or self._link(posted.source)
             if link.ready.is_set():
                 self._announce(link)  # it may wait for something else, and never make this call
+
+    def _comes(self, posted: Posted) -> bool:
+        """Wait a little for a receive: here, if this thread may read; otherwise until another one has."""
+        if (reading := self.readings.get(posted.source)) is not self._reading:
+            self._give_back()
+            self._reading = reading
+        if reading is None or not reading.ask():
+            return self.mailbox.wait_for(posted, CHECK_SECONDS)
+        watched = self._watched.get(posted.source) or self._watch(posted.source, reading)
+        with self.mailbox.reading_here(posted):
+            while not posted.done:
+                self.mailbox.check(posted)
+                watched.begin()
+                try:
+                    if not reading.wait(CHECK_SECONDS, self._function.check):
+                        return False
+                finally:
+                    watched.end()
+                try:
+                    watched.raise_if_cancelled()
+                except UnavailableError:
+                    raise MemberTimeoutError(
+                        f"{self.gang.members[posted.source]} has sent a part of a message, and nothing more for "
+                        f"{self.gang.seconds:g} s, and {_SILENT}"
+                    ) from None
+        return True
+
+    def _watch(self, source: int, reading: Reading) -> WatchedCall:
+        """Return what breaks the stream of a source off if it stops amid a message, and its worker does not answer."""
+        liveness = Liveness(functools.partial(self._pool.answers, self.gang.members[source]), self.gang.seconds)
+        watched = self._watched[source] = watch(WatchedCall(reading.break_off, self.gang.seconds, liveness))
+        return watched
+
+    def _give_back(self) -> None:
+        """Let the exchanges' threads read everything: this one will wait for something else."""
+        if (reading := self._reading) is not None:
+            self._reading = None
+            reading.give_back()
 
     def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None:
         """Raise MemberTimeoutError if the workers of more than `spare` of these members do not answer.
@@ -329,6 +373,8 @@ class MemberLinks:
             self._over = True
             links = dict(self._links)
         self.mailbox.close()
+        for reading in tuple(self.readings.values()):
+            reading.close()
         for link in links.values():
             link.end()
         return [links[rank].sent if rank in links else 0 for rank in range(self.size)]
@@ -337,6 +383,8 @@ class MemberLinks:
         """Break all links, and wake the function if it waits for a message: it was told to stop."""
         for link in tuple(self._links.values()):
             link.cancel()
+        for reading in tuple(self.readings.values()):
+            reading.cancel()
         self.mailbox.wake()
 
 

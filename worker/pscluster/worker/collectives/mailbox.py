@@ -1,6 +1,7 @@
 """What has arrived at a member of a gang from each other one, and what it awaits. No I/O, only a lock.
 
-Messages of one source arrive in order, one at a time, on the thread of its exchange; each fills one receive.
+Messages of one source arrive in order, one at a time, on the thread that reads them (see `reading`); each
+fills one receive.
 
     a message   arriving --a receive is posted------------> filling it in place --> received
                          --none, and there is room--------> kept --a receive is posted--> copied --> received
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError, PsClusterError
@@ -70,10 +72,13 @@ class _Source:
     ended: worker_pb2.ExchangeReply | None = None
     broken: PsClusterError | None = None  # why nothing more comes from it
     room: threading.Condition | None = None  # its thread waits here while its message is held back
+    is_read_here: bool = False  # by the function's thread, which makes room: it must not wait for itself
 
     def wait_for_room(self, there_is: Callable[[], object]) -> None:
         """Hold back the source's thread. Under the lock."""
         if not there_is():
+            if self.is_read_here:
+                raise ProtocolError("a member has sent more than fits before what is awaited of it")
             self.room = self.room or threading.Condition(self.lock)
             self.room.wait_for(there_is)
 
@@ -153,6 +158,22 @@ class Mailbox:
                 return posted.done
             finally:
                 self._awaited = None
+
+    def check(self, posted: Posted) -> None:
+        """Raise the error of a receive that will never be done."""
+        with self._lock:
+            if not posted.done and (why := self._why_never(posted)) is not None:
+                raise why
+
+    @contextmanager
+    def reading_here(self, posted: Posted) -> Iterator[None]:
+        """Let the function's thread receive the messages of a source in the block, until a receive is done."""
+        state = self._sources[posted.source]
+        state.is_read_here = True
+        try:
+            yield
+        finally:
+            state.is_read_here = False
 
     def calls_ahead(self) -> dict[int, MisuseError]:
         """Return which members have called a collective that this one has not, with the error if it never will."""

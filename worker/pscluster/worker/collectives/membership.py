@@ -30,6 +30,7 @@ class Membership:
         gang = Gang.of(message)
         links = MemberLinks(gang, self._pool, function)
         hosted = self.gangs.begin(gang, links.mailbox)
+        links.readings = hosted.readings
         function.replica = ReplicaContext(links)
         kind, reason = _OUTCOMES.RETURNED, ""
         try:

@@ -18,7 +18,7 @@ from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.security.tls import Tls
-from pscluster.core.transport.base import CODES, Destination, Metadata, StreamEndedError
+from pscluster.core.transport.base import CODES, BeforeWaiting, Destination, Metadata, StreamEndedError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import DATA_FRAME_BYTES, Buffer
 from pscluster.core.transport.tcp.encryption import TlsConnection
@@ -79,29 +79,29 @@ class DataStream:
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
-    def send(self, *buffers: Buffer, last: bool = False) -> None:
+    def send(self, *buffers: Buffer, last: bool = False, before_waiting: BeforeWaiting | None = None) -> None:
         packets: list[Packet] = [(Kind.MESSAGE, buffers)]
         if last:
             packets.append((Kind.END, ()))
             self._ended = True
-        self._send(packets)
+        self._send(packets, before_waiting)
 
     def end(self) -> None:
         self._ended = True
         self._send([(Kind.END, ())])
 
-    def _send(self, packets: list[Packet]) -> None:
+    def _send(self, packets: list[Packet], before_waiting: BeforeWaiting | None = None) -> None:
         if self._call is not None:
             packets.insert(0, (Kind.CALL, (self._call,)))
             self._call = None
         try:
-            self._put(packets)
+            self._put(packets, before_waiting)
         except OSError:
             self._is_dead = True
             self._connection.shut()  # messages that the server sent before can still be read
 
-    def _put(self, packets: Sequence[Packet]) -> None:
-        self._connection.send(*packets)
+    def _put(self, packets: Sequence[Packet], _before_waiting: BeforeWaiting | None) -> None:
+        self._connection.send(*packets, before_waiting=_before_waiting)
 
     def receive(self, destination: Destination | None = None) -> bytes:
         try:
@@ -171,7 +171,7 @@ class PromptStream(DataStream):
         self._sender: threading.Thread | None = None  # while there is a backlog
         self._closed = False
 
-    def _put(self, packets: Sequence[Packet]) -> None:
+    def _put(self, packets: Sequence[Packet], _before_waiting: BeforeWaiting | None) -> None:
         with self._lock:
             if self._closed:
                 return

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from pscluster.core.transport.base import Destination, ServerCall
+from pscluster.core.transport.base import Destination, Readable, ServerCall
 from pscluster.core.transport.frames import DATA_FRAME_BYTES, Buffer
 from pscluster.core.transport.tcp.packets import Connection, Kind
 from pscluster.v1 import data_plane_pb2
@@ -59,6 +59,9 @@ class DataContext(ServerCall, grpc.ServicerContext):
 
     def sender(self) -> Callable[[bytes], bool]:
         return self.send
+
+    def listener(self) -> Callable[[], Readable] | None:
+        return self._connection.listen if self._connection.can_listen else None
 
     def send(self, message: bytes) -> bool:
         """Send a message outside of the handler's answers; see `ServerCall.sender`."""

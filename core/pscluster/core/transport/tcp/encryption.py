@@ -15,6 +15,7 @@ import threading
 from typing import Any
 
 from pscluster.core.security.tls import Tls
+from pscluster.core.transport.base import BeforeWaiting
 from pscluster.core.transport.frames import Buffer, pieces
 from pscluster.core.transport.tcp.packets import CLOSED, ClosedError, Connection, Packet, as_buffers
 
@@ -28,6 +29,8 @@ class TlsConnection(Connection):
 
     `host` was dialled; None: this is the server's side. Raises OSError if OpenSSL rejects the certificates.
     """
+
+    can_listen = False  # what was received may not have been decrypted
 
     def __init__(self, connected: socket.socket, tls: Tls, host: str | None = None) -> None:
         super().__init__(connected)
@@ -72,7 +75,9 @@ class TlsConnection(Connection):
             "peer_uri": [name.encode() for kind, name in names if kind == "URI"],
         }
 
-    def send(self, *packets: Packet) -> None:
+    def send(self, *packets: Packet, before_waiting: BeforeWaiting | None = None) -> None:
+        if before_waiting is not None:
+            before_waiting()
         for group in pieces(as_buffers(packets), _CHUNK_BYTES):
             self._socket.sendall(self._encrypted(group))
 

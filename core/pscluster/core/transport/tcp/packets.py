@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -11,7 +12,7 @@ from enum import IntEnum
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import MAX_MESSAGE_BYTES
-from pscluster.core.transport.base import Destination
+from pscluster.core.transport.base import BeforeWaiting, Destination, Readable
 from pscluster.core.transport.frames import Buffer
 
 _LINGER_ZERO = struct.pack("ii", 1, 0)
@@ -107,6 +108,9 @@ class Connection:
     One thread at a time reads and one writes, and neither during `close`; any thread may call `shut` at any time.
     """
 
+    can_listen = True
+    """Whether `listen` tells if there is something to receive."""
+
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._lock = threading.Lock()  # else `shut` could hit another connection that has reused the descriptor
@@ -120,16 +124,30 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, *packets: Packet) -> None:
+    def send(self, *packets: Packet, before_waiting: BeforeWaiting | None = None) -> None:
         """Send packets. Waits for room; raises OSError if the connection is broken."""
         buffers = as_buffers(packets)
-        sent = self._socket.sendmsg(buffers)
+        if before_waiting is None:
+            sent = self._socket.sendmsg(buffers)
+        else:
+            try:
+                sent = self._socket.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
         if sent == sum(map(len, buffers)):  # as nearly always
             return
-        for buffer in buffers:  # a signal interrupted the call
+        if before_waiting is not None:
+            before_waiting()
+        for buffer in buffers:  # a signal interrupted the call, or there was no room
             if sent < len(buffer):
                 self._socket.sendall(memoryview(buffer)[sent:])
             sent = max(0, sent - len(buffer))
+
+    def listen(self) -> Readable:
+        """Return a function that waits until something can be received, for some seconds at most."""
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
+        return lambda seconds: bool(arrivals.poll(seconds * 1000))
 
     def start_to_send(self, *packets: Packet) -> bytes:
         """Send as much as there is room for, without waiting. Return the rest. OSError if the connection is broken."""
