@@ -12,7 +12,7 @@ from tests.spmd.conftest import MakeMesh
 from pscluster import spmd
 from pscluster.spmd import Layout
 from pscluster.spmd.ordering import Recorded, ordered, reads_and_writes
-from pscluster.worker.programs.program import Move
+from pscluster.worker.programs.program import Compute, Move
 from pscluster.worker.programs.reading import parse
 
 
@@ -62,7 +62,10 @@ def test_what_depends_on_something_follows_it(code: list[Recorded]) -> None:
 
 
 def test_a_step_waits_for_others_once(make_mesh: MakeMesh) -> None:
-    """Gradients of all layers and the loss are summed in one exchange, and each once, however often they are used."""
+    """Gradients of all layers and the loss are summed in one exchange, and each once, however often they are used.
+
+    What needs no gradient is computed after they are sent.
+    """
     mesh = make_mesh({"x": 6})
     random = np.random.default_rng(0)
     x, *weights = random.random((12, 5)), random.random((5, 4)), random.random(4), random.random((4, 2))
@@ -74,15 +77,19 @@ def test_a_step_waits_for_others_once(make_mesh: MakeMesh) -> None:
         out = hidden @ v
         back = (out @ v.T) * (1 - hidden * hidden)
         gradients = x.T @ back, back.sum(axis=0), hidden.T @ out
-        moved = [p - 0.1 * g / (1 + g * g) for p, g in zip((w, b, v), gradients, strict=True)]
+        moved = [0.9 * p - 0.1 * g / (1 + g * g) for p, g in zip((w, b, v), gradients, strict=True)]
         return (out * out).sum(), moved
 
     traced = spmd.function(step)
     for found, wanted in zip(rest_of(traced(sharded, *replicated)), rest_of(step(x, *weights)), strict=True):
         np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-12)
     (known,) = traced._traces.values()
-    groups = [group for group in parse(known.program.text).groups if isinstance(group[0], Move)]
-    assert [len(group) for group in groups] == [4]
+    program = parse(known.program.text)
+    (nth,) = (nth for nth, group in enumerate(program.groups) if isinstance(group[0], Move))
+    assert len(program.groups[nth]) == 4
+    for (item,) in program.groups[nth + 1 : nth + 4]:
+        assert isinstance(item, Compute)
+        assert (item.function, item.inputs[0] < program.inputs) == ("multiply", True), "the decay of parameters"
 
 
 def test_large_arrays_move_one_by_one(make_mesh: MakeMesh) -> None:

@@ -1,7 +1,8 @@
 """The order in which a program does what was recorded: moves that do not depend on each other become neighbours.
 
 Tasks exchange what neighbouring moves need in one message each way, so the gradients of all layers travel together, and
-a step waits for others as often as moves depend on each other, and not as often as there are moves.
+a step waits for others as often as moves depend on each other, and not as often as there are moves. What could be
+computed by then, but moves do not need, follows them: it is computed while they are on their way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int
 
 
 def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -> list[Recorded]:
-    """Return the instructions in an order in which exchanges come as late as others allow, and together.
+    """Return the instructions in an order in which exchanges come together, as soon as all of them can.
 
     Updates of variables come last, and then fetches, in their order, which is that of what they return. What an
     instruction reads still comes before it, if it does in `code`.
@@ -42,7 +43,7 @@ def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -
     missing = {written for instruction in code for written in reads_and_writes(instruction)[1]}
     left, result = list(range(len(code))), list[Recorded]()
     while left:
-        waiting, together = list[int](), list[int]()
+        ready, waiting, together = list[int](), list[int](), list[int]()
         for nth in left:
             read, written = reads_and_writes(code[nth])
             if not missing.isdisjoint(read):
@@ -50,10 +51,19 @@ def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -
             elif nth in exchanges:
                 together.append(nth)
             else:
-                result.append(code[nth])
+                ready.append(nth)
                 missing.difference_update(written)
+        needed = {read for nth in together for read in reads_and_writes(code[nth])[0]}
+        before = set[int]()
+        for nth in reversed(ready):
+            read, written = reads_and_writes(code[nth])
+            if not together or not needed.isdisjoint(written):
+                before.add(nth)
+                needed.update(read)
+        result += [code[nth] for nth in ready if nth in before]
         for nth in together:
             result.append(code[nth])
             missing.difference_update(reads_and_writes(code[nth])[1])
+        result += [code[nth] for nth in ready if nth not in before]
         left = waiting
     return result + updates + fetches

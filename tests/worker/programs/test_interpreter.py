@@ -10,7 +10,8 @@ from tests.worker.programs.support import Tasks, grid, typed, whole
 
 from pscluster.core.errors import ProtocolError, TensorLostError
 from pscluster.core.layouts.layout import Layout
-from pscluster.worker.programs import moves
+from pscluster.worker.collectives import algorithms
+from pscluster.worker.programs import interpreter, moves
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
@@ -83,6 +84,47 @@ def test_sums_have_the_same_bits_on_any_number_of_tasks(tasks: int) -> None:
         )
         np.testing.assert_array_equal(whole([blocks[0] for blocks in fetched], result), by_column)
         np.testing.assert_allclose(by_column, array.sum(axis=0))
+
+
+def test_what_needs_nothing_of_others_is_computed_while_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a move, up to what needs it, is computed when all is sent, with the same results."""
+    events: list[str] = []
+    exchange, compute = algorithms.exchange, interpreter._Running._compute
+
+    def exchanged(links: Any, outgoing: Any, incoming: Any, meanwhile: Any) -> None:
+        def marked() -> None:
+            events.append("sent")
+            meanwhile()
+            events.append("awaited")
+
+        exchange(links, outgoing, incoming, marked)
+
+    def computed(self: Any, start: int, stop: int) -> None:
+        events.append(f"{start}-{stop}")
+        compute(self, start, stop)
+
+    monkeypatch.setattr(algorithms, "exchange", exchanged)
+    monkeypatch.setattr(interpreter._Running, "_compute", computed)
+    mesh = grid(2)
+    array, own = np.random.default_rng(1).normal(size=(6, 4)), np.arange(4.0)
+    rows, terms, all_of_it = typed(array, ["x", "y"], mesh), typed(own, ["y"], mesh, ["x"]), typed(own, [None], mesh)
+    code: list[Any] = [
+        ["load", 0, 0],
+        ["load", 1, 1],
+        ["compute", [2], "add.reduce", [0], [["in", 0]], {"axis": 0}],
+        ["move", 3, 2],
+        ["compute", [4], "multiply", [1], [["in", 0], 0.5], {}],
+        ["compute", [5], "multiply", [4, 4], [["in", 0], ["in", 1]], {}],
+        ["compute", [6], "add", [3, 5], [["in", 0], ["in", 1]], {}],
+        ["fetch", 6, False],
+    ]
+    types = [rows, all_of_it, terms, *[all_of_it] * 4]
+    for _ in range(3):  # the second time it is planned
+        events.clear()
+        fetched = Tasks(mesh).run(types, code, loads=[(array, rows), (own, all_of_it)])
+        np.testing.assert_allclose(whole([blocks[0] for blocks in fetched], all_of_it), array.sum(0) + own**2 / 4)
+        of_one = [event for nth, event in enumerate(events) if event not in events[:nth]]
+        assert of_one == ["2-3", "sent", "4-6", "awaited", "6-7"]
 
 
 def sum_of(blocks: list[Any]) -> Any:

@@ -14,8 +14,8 @@ time is planned; one that runs once, which most do that are not functions, would
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ from pscluster.worker.programs.program import (
 )
 from pscluster.worker.programs.reading import parse, read_numbers
 from pscluster.worker.programs.store import Blocks, BlockStore, Registers
-from pscluster.worker.programs.stretches import Stretch, may_share, reads_of
+from pscluster.worker.programs.stretches import Stretch, ends_of, may_share, reads_of
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
 Array = npt.NDArray[Any]
@@ -150,6 +150,14 @@ def run(
     return running.fetched
 
 
+class _Part(NamedTuple):
+    """Groups of a program that are executed at once."""
+
+    start: int
+    stop: int
+    is_local: bool  # they need nothing of other tasks; else the first one does, and the others nothing of that
+
+
 class _Running:
     """One run of a program."""
 
@@ -171,33 +179,46 @@ class _Running:
     def execute_all(self) -> None:
         """Execute the program."""
         groups, last_use = self._program.groups, self._program.last_use
-        for start, stop in self._stretches():
-            if stop is not None:
-                self._compute(start, stop)
+        for part in self._parts():
+            if part.is_local:
+                self._compute(part.start, part.stop)
                 continue
-            self._execute(start, groups[start])
-            for register in last_use[start]:
+            self._execute(part.start, groups[part.start], part)
+            for register in last_use[part.start]:
                 self.registers.drop(register)
 
-    def _stretches(self) -> list[tuple[int, int | None]]:
-        """Return the groups: ranges of those that need nothing of other tasks, and others, which end with None."""
-        key = "stretches", self._devices[0]
-        found: list[tuple[int, int | None]] | None = self._program.settled.get(key)
+    def _parts(self) -> list[_Part]:
+        """Return the groups: ranges of those that need nothing of other tasks, and others."""
+        key = "parts", self._devices[0]
+        found: list[_Part] | None = self._program.settled.get(key)
         if found is None:
             found = []
-            for nth, group in enumerate(self._program.groups):
-                is_local = isinstance(group[0], Compute) or self._is_move_here(nth)
-                if is_local and found and found[-1][1] == nth:
-                    found[-1] = found[-1][0], nth + 1
-                else:
-                    found.append((nth, nth + 1 if is_local else None))
+            groups, nth = self._program.groups, 0
+            while nth < len(groups):
+                start, nth = nth, nth + 1
+                if is_local := self._is_local(start):
+                    while nth < len(groups) and self._is_local(nth):
+                        nth += 1
+                elif isinstance(groups[start][0], Move):
+                    moved = {item.output for item in groups[start] if isinstance(item, Move)}
+                    while nth < len(groups) and self._is_local(nth) and not self._needs(nth, moved):
+                        nth += 1
+                found.append(_Part(start, nth, is_local))
             self._program.settled[key] = found
         return found
+
+    def _is_local(self, nth: int) -> bool:
+        return isinstance(self._program.groups[nth][0], Compute) or self._is_move_here(nth)
+
+    def _needs(self, nth: int, registers: Set[int]) -> bool:
+        """Return whether a local group reads some registers."""
+        items = [item for item in self._program.groups[nth] if isinstance(item, Compute | Move)]
+        return any(register in registers for item in items for register in ends_of(item)[0])
 
     def _is_move_here(self, nth: int) -> bool:
         return isinstance(self._program.groups[nth][0], Move) and not self._together(nth).is_exchange
 
-    def _execute(self, nth: int, group: Sequence[Instruction]) -> None:
+    def _execute(self, nth: int, group: Sequence[Instruction], part: _Part) -> None:
         """Execute one instruction, or moves or updates that are made together: the n-th group."""
         match group:
             case [Load() as load]:
@@ -213,7 +234,7 @@ class _Running:
             case [Update(), *_]:
                 self._update(nth, [item for item in group if isinstance(item, Update)])
             case _:
-                self._move(nth, [item for item in group if isinstance(item, Move)])
+                self._move(nth, [item for item in group if isinstance(item, Move)], part)
 
     def read(self, variables: Variables) -> None:
         """Read this task's blocks of all variables that the program will read: at once."""
@@ -311,8 +332,13 @@ class _Running:
         for register, blocks in zip(call.outputs, results, strict=False):
             self.registers.put(register, blocks)
 
-    def _move(self, nth: int, moves: Sequence[Move]) -> None:
-        moved = self._together(nth).run([self.registers.get(move.input) for move in moves], self._exchange)
+    def _move(self, nth: int, moves: Sequence[Move], part: _Part) -> None:
+        def meanwhile() -> None:
+            if nth + 1 < part.stop:
+                self._compute(nth + 1, part.stop)
+
+        sources = [self.registers.get(move.input) for move in moves]
+        moved = self._together(nth).run(sources, self._exchange, meanwhile)
         for move, made in zip(moves, moved, strict=True):
             of = self._program.arrays[move.output]
             self.registers.put(move.output, Blocks(of, {at: made[of.layout.shard_of(at)] for at in self._devices}))

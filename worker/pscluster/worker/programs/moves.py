@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.moving import Moving, gathering, moving, owners_of
 from pscluster.core.transport.frames import view
-from pscluster.worker.collectives.algorithms import PIECE_BYTES, Incoming, Outgoing
+from pscluster.worker.collectives.algorithms import PIECE_BYTES, Incoming, Meanwhile, Outgoing
 from pscluster.worker.programs.exchange import Exchange
 from pscluster.worker.programs.operations import COMBINES
 from pscluster.worker.programs.program import ArrayType
@@ -68,13 +68,19 @@ class Together:
                 elif to == task:
                     self._awaited.setdefault(of, []).extend(pieces)
 
-    def run(self, sources: Sequence[Blocks], exchange: Exchange) -> list[dict[int, Array]]:
-        """Return the blocks of each array that are made here, by number. All tasks call it, also to send nothing."""
+    def run(
+        self, sources: Sequence[Blocks], exchange: Exchange, meanwhile: Meanwhile = lambda: None
+    ) -> list[dict[int, Array]]:
+        """Return the blocks of each array that are made here, by number. All tasks call it, also to send nothing.
+
+        `meanwhile` is called once everything is sent.
+        """
         runs = [_Run(move, source.of) for move, source in zip(self.moves, sources, strict=True)]
 
         def fill() -> None:
             for run in runs:
                 run.fill_own()
+            meanwhile()
 
         if self.is_exchange:
             exchange.swap(
@@ -83,6 +89,8 @@ class Together:
                 self._what,
                 fill,
             )
+        else:
+            meanwhile()
         return [run.blocks() for run in runs]
 
 
