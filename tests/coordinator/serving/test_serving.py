@@ -317,6 +317,8 @@ def test_parquet_that_cannot_be_is_refused(
     directory, _ = made
     with pytest.raises(MisuseError, match="format is 'csv'; it must be 'safetensors' or 'parquet'"):
         export_delta(directory, "table", since=1, out=tmp_path / "delta", format="csv")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="s3://bucket/delta can't be written: give a file on a disk"):
+        export_delta(directory, "table", since=1, out="s3://bucket/delta")
     for since in (-1, 1.5, None):
         with pytest.raises(MisuseError, match=rf"'table': since is {since}; it must be a whole number, .*or its path"):
             export_delta(directory, "table", since=since, out=tmp_path / "delta")  # type: ignore[arg-type]

@@ -69,6 +69,8 @@ def export_delta(
             raise MisuseError(
                 f"table {table!r}: {error}: give the number of an earlier checkpoint, or its path"
             ) from None
+    if "://" in str(out):
+        raise CheckpointError(f"{out} can't be written: give a file on a disk of this machine, and copy that")
     parquet = format == "parquet" or (format is None and str(out).endswith(".parquet"))
     if parquet:
         delta_parquet.need_arrow(out)

@@ -193,6 +193,8 @@ def test_a_log_does_again_what_was_decided(
 
 def test_an_id_that_comes_back_is_new() -> None:
     table = Table(2, eviction=LeastRecentlyUsed())
+    with pytest.raises(InvalidUpdateError, match="larger capacity, or update fewer ids at once"):
+        table.update([1, 2, 3])
     table.update([1], 5.0)
     first = table.contents()[1]
     table.update([2])
