@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import re
+import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -735,10 +739,23 @@ def test_torch_is_imported_when_it_is_used() -> None:
         pscluster.torch.nothing  # noqa: B018
 
 
-def test_the_example_learns(tmp_path: Path) -> None:
+def test_the_example_learns_and_answers(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "examples" / "torch_recommender.py"
     arguments = ("--ps", "2", "--workers", "2", str(script), "--checkpoints", str(tmp_path / "saved"))
     code, output = run("run", *arguments)
     assert code == 0, output
     (right,) = re.findall(r"([\d.]+)% of the ratings are right", output)
     assert float(right) > 70, output
+
+    request = {"user": [5, 1999], "liked": [[3, 0, 7, 0, 0], [0] * 5], "item": [499, 1]}
+    lines = [json.dumps(each) for each in (request, request | {"item": [500, 1]}, {**request, "user": ["a", "b"]})]
+    command = [sys.executable, str(script.with_name("serve_torch.py")), str(tmp_path / "saved")]
+    served = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True, timeout=60)
+    answered, *wrong = map(json.loads, served.stdout.splitlines())
+    module = runpy.run_path(str(script))["Recommender"]()
+    load_checkpoint(module, SavedVariables(tmp_path / "saved"))
+    with torch.no_grad():
+        expected = torch.sigmoid(module.eval()(*map(torch.tensor, request.values())))
+    np.testing.assert_allclose(answered["likes"], expected, rtol=1e-6)
+    assert "row id 500 (position 0) is out of range" in wrong[0]["error"]
+    assert wrong[1] == {"error": "ids must be whole numbers"}
