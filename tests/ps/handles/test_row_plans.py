@@ -22,9 +22,9 @@ TABLE = st.tuples(
 )
 
 
-@given(st.lists(TABLE, min_size=1, max_size=5), st.integers(0, 1 << 30))
+@given(st.lists(TABLE, min_size=1, max_size=5), st.integers(0, 1 << 30), st.booleans())
 def test_a_plan_is_unique_and_add_at_of_each_table(
-    tables: list[tuple[int, int, int, RowOrder, list[int]]], seed: int
+    tables: list[tuple[int, int, int, RowOrder, list[int]]], seed: int, apart: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     partitions = tuple(
@@ -33,7 +33,8 @@ def test_a_plan_is_unique_and_add_at_of_each_table(
     )
     ids = [np.array(ids, np.int64) % rows for rows, *_, ids in tables]
     values = [rng.normal(size=(rows, WIDTH)).astype(np.float32) for rows, *_ in tables]
-    gradients = [rng.normal(size=(len(of_table), WIDTH)).astype(np.float32) for of_table in ids]
+    stacked = [rng.normal(size=(len(of_table), 2, WIDTH)).astype(np.float32) for of_table in ids]
+    gradients = [stack[:, 1] if apart else stack[:, 1].copy() for stack in stacked]  # rows that lie apart, or do not
     plan = RowPlan.of(partitions, ids)
 
     out = np.full((plan.distinct, WIDTH), np.nan, np.float32)

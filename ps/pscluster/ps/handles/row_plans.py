@@ -107,8 +107,7 @@ class RowPlan:
         Args:
             rows: for each table, of shape (ids, width), in one floating type above 2 bytes.
         """
-        ends = np.searchsorted(self._groups.ids, _starts(self._partitions)[1:]) if len(rows) > 1 else ()
-        return sum_rows(self._groups, rows, (*map(int, ends), self.distinct))
+        return sum_rows(self._groups, rows)
 
 
 class _Threads(threading.local):

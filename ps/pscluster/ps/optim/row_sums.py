@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +22,9 @@ Ids = npt.NDArray[np.int64]
 # Elements, of whole rows. The larger, the more rows of equal ids are summed at once, which pays off if the ids
 # follow a power law.
 ROW_BLOCK = 128 << 10
+
+# Elements of a buffer for rows end to end. Memory for more is not the workspace's to keep.
+_BUFFERED = 1 << 20
 
 # Rows are summed layer by layer until at most this many ids have further rows, then id by id.
 _FEW = 32
@@ -207,41 +209,54 @@ def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
     return groups.ids, _summed(groups, rows, summed_in)
 
 
-def sum_rows(groups: Groups, rows: Sequence[Array], ends: Sequence[int]) -> Array:
+def sum_rows(groups: Groups, rows: Sequence[Array]) -> Array:
     """Return the sum of the rows of each group, added in the order given; an array that needs no sum is returned as is.
 
     Args:
         groups: of all rows, counted from one array to the next.
         rows: arrays of shape (n, width) and one dtype, which the sums have; they may be read-only and unaligned.
-        ends: of the groups of each array's rows, which no other array has: the first has groups 0..ends[0]-1.
     """
     order, starts = groups.order, groups.starts
     more = 0 if order is None or starts is None else len(order) - len(starts)  # rows that are added to another one
-    if order is None or len(rows) == 1 or more > _FEW:
-        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    if order is None or more > _FEW:
+        whole = rows[0] if len(rows) == 1 else _end_to_end(rows)
         return whole if order is None else _summed(groups, whole, whole.dtype)
-    result = np.empty((len(groups.ids), rows[0].shape[1]), rows[0].dtype)
-    if not result.size:
-        return result
-    firsts = order if starts is None else order[starts]
-    offsets = [0, *itertools.accumulate(map(len, rows))]
-    for array, offset, (begin, end) in zip(rows, offsets, itertools.pairwise((0, *ends)), strict=False):
-        if begin < end:
-            items = items_of(np.ascontiguousarray(array))
-            np.take(items, firsts[begin:end] - offset, out=items_of(result[begin:end]), mode=IN_RANGE)
+    whole = np.ascontiguousarray(rows[0]) if len(rows) == 1 else _end_to_end(rows, reused=True)
+    sums = take_rows(whole, order if starts is None else order[starts])
     if more:
-        _add_later_rows(groups, rows, offsets, result)
-    return result
+        _add_later_rows(groups, whole, sums)
+    return sums
 
 
-def _add_later_rows(groups: Groups, rows: Sequence[Array], offsets: Sequence[int], sums: Array) -> None:
+def _end_to_end(arrays: Sequence[Array], *, reused: bool = False) -> Array:
+    """Return the rows of all arrays in one: a new one or, if `reused`, and they are not many, a buffer.
+
+    Rows that lie apart, as the gradients of what was stacked do, are moved whole, too.
+    """
+    shape, dtype = (sum(map(len, arrays)), arrays[0].shape[1]), arrays[0].dtype
+    workspace.begin()
+    joined = workspace.array(shape, dtype) if reused and math.prod(shape) <= _BUFFERED else np.empty(shape, dtype)
+    if joined.size:
+        items, start = items_of(joined), 0
+        for array in arrays:
+            if array.strides[1] != array.itemsize:
+                array = np.ascontiguousarray(array)
+            items[start : start + len(array)] = items_of(array)
+            start += len(array)
+    return joined
+
+
+def _add_later_rows(groups: Groups, rows: Array, sums: Array) -> None:
     """Add to the first row of each group the others, in the order given."""
-    assert groups.counts is not None  # see `sum_rows`
+    order, starts, counts = groups.order, groups.starts, groups.counts
+    assert order is not None
+    assert starts is not None
+    assert counts is not None  # see `sum_rows`
+    several = np.flatnonzero(counts > 1)
     with np.errstate(all="ignore"):
-        for group in np.flatnonzero(groups.counts > 1).tolist():
-            for position in groups.positions(group)[1:]:
-                array = bisect.bisect_right(offsets, position) - 1
-                np.add(sums[group], rows[array][position - offsets[array]], out=sums[group])
+        sums[several] += rows[order[starts[several] + 1]]
+        for group in several[counts[several] > 2].tolist():
+            add_rows(sums[group], rows, groups.positions(group)[2:])
 
 
 def take_rows(rows: Array, positions: Ids) -> Array:
