@@ -14,8 +14,10 @@ from pscluster.coordinator import (
     ClusterCoordinator,
     FixedShardsPartitioner,
     IndexedSlices,
+    ModuloPartitioner,
     ParameterServerStrategy,
     Variable,
+    embedding_lookup,
     optimizers,
 )
 from pscluster.coordinator.moves.plan import ProposedCut
@@ -73,7 +75,8 @@ def gradients_of(variables: list[Variable]) -> list[tuple[Any, Variable]]:
 
 def described(update: ShardUpdate) -> dict[str, Any]:
     values = {field.name: getattr(update, field.name) for field in fields(update)}
-    return values | {"values": bytes(update.values), "item": str(update.item)}
+    ids = None if update.ids is None else (update.ids.dtype.str, update.ids.tolist())
+    return values | {"values": bytes(update.values), "item": str(update.item), "ids": ids}
 
 
 def assert_same(plan: GradientPlan, optimizer: optimizers.Optimizer, pairs: Any, examples: float | None = None) -> None:
@@ -120,6 +123,58 @@ def test_what_does_not_fit_is_left_to_the_optimizer(
         plans[sgd.name].updates_of([(ones[:6], one)])
     with pytest.raises(errors.InvalidUpdateError, match="NaN or infinity"):
         plans[refuses.name].updates_of([(ones * np.nan, one)])
+
+
+def slices_of(tables: list[Variable], *ids: Any) -> list[tuple[Any, Variable]]:
+    """Gradients by rows that lie apart, as those of a stack do."""
+    stacks = [
+        RNG.normal(size=(len(of_table), 2, *table.shape[1:])) for table, of_table in zip(tables, ids, strict=True)
+    ]
+    of = zip(tables, ids, stacks, strict=True)
+    return [(IndexedSlices(stack.astype(table.dtype)[:, 1], np.asarray(i)), table) for table, i, stack in of]
+
+
+def test_updates_of_rows_are_those_of_the_optimizer(strategy: ParameterServerStrategy, uses: list[int]) -> None:
+    with strategy.scope():
+        adam, way = (
+            optimizers.Adam(0.1),
+            [{}, {"partitioner": FixedShardsPartitioner(3)}, {"partitioner": lambda *_: [2, 2]}],
+        )
+        way += [{"partitioner": ModuloPartitioner(2)}, {"initial_value": np.zeros((5, 6), np.float32)}]
+        tables = [Variable(**({"initial_value": np.zeros((7, 6), np.float32)} | each)) for each in way]
+        dense = Variable(np.zeros((3, 2), np.float32))
+    plan = GradientPlan(adam)
+    ids = [[6, 1, 6], [0, 5, 4], [3, 3, 3, 3], np.empty(0, np.int64), [4]]
+    for _ in range(4):
+        assert_same(plan, adam, [*slices_of(tables, *ids), (np.ones((3, 2), np.float32), dense)], 2.0)
+    assert uses == [6, 6]
+    embedding_lookup(tables, [np.asarray(of_table) for of_table in ids])  # its plan of rows is used again
+    assert_same(plan, adam, [*slices_of(tables, *ids), (np.ones((3, 2), np.float32), dense)])
+    one = GradientPlan(adam)
+    for rows in ([2, 0, 2], [2, 1], [2, 1], [1, 2, 3]):  # of which the last need no sum
+        assert_same(one, adam, slices_of(tables[:1], rows))
+    for wrong in ([2, 7], [-1, 2]):
+        with pytest.raises(errors.InvalidUpdateError, match=r"row id (7|-1) \(position \d\) is out of range"):
+            one.updates_of(slices_of(tables[:1], wrong))
+    ((slices, _),) = slices_of(tables[:1], [1, 2])
+    for other in (slices._replace(indices=[1, 2]), slices._replace(values=np.asarray(slices.values, np.float64))):
+        assert_same(one, adam, [(other, tables[0])])
+    with pytest.raises(errors.InvalidUpdateError, match="must be integers"):
+        one.updates_of([(slices._replace(indices=np.array([1.0, 2.0])), tables[0])])
+    with pytest.raises(errors.InvalidUpdateError, match="dense_shape"):
+        one.updates_of([(slices._replace(dense_shape=(8, 6)), tables[0])])
+
+
+def test_gradients_by_hand_are_sent_by_a_plan(strategy: ParameterServerStrategy, uses: list[int]) -> None:
+    with strategy.scope():
+        sgd, table = optimizers.SGD(1.0), Variable(np.zeros((4, 2), np.float32))
+    for _ in range(4):
+        sgd.apply_gradients(iter([(IndexedSlices(np.ones((3, 2), np.float32), np.array([2, 0, 2])), table)]))
+        sgd.apply_gradients([(np.ones((4, 2), np.float32), table)])
+    assert uses == [1] * 4
+    assert table.numpy().tolist() == [[-8, -8], [-4, -4], [-12, -12], [-4, -4]]
+    with pytest.raises(TypeError, match="takes pairs"):
+        sgd.apply_gradients([table])  # type: ignore[list-item]
 
 
 def test_variables_may_be_cut_otherwise(strategy: ParameterServerStrategy, uses: list[int]) -> None:

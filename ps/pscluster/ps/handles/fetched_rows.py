@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.phases import Begun, Phases, run
@@ -36,6 +38,7 @@ class FetchedRows:
         self._of: dict[tuple[str, str], list[_Fetched]] = {}
         self._whole: dict[int, Array] = {}
         self._plan: RowPlan | None = None
+        self._rows: list[Array] | None = None  # of all pairs, while none was taken or dropped
         self._pairs: list[tuple[Variable, Ids]] = []
         self._variables: list[Variable] = []
 
@@ -68,7 +71,28 @@ class FetchedRows:
         for (table, ids), of_table in zip(self._pairs, rows, strict=True):
             fetched = _Fetched(_numbers_of(table), ids, of_table)
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
+        self._rows = rows
         self._whole.update(zip((variable.id for variable in self._variables), values, strict=True))
+
+    def take_all(self, lookups: Sequence[tuple[Any, Any]]) -> list[Array] | None:
+        """Return the rows of all pairs of a table and flat ids, if they were named so, and none taken or dropped since.
+
+        The ids need no check: those of other types, too, are only compared.
+        """
+        if self._rows is None or self._plan is None or len(lookups) != len(self._pairs):
+            return None
+        for (table, ids), (named, _) in zip(lookups, self._pairs, strict=True):
+            if type(ids) is not np.ndarray or ids.ndim != 1 or ids.dtype != np.int64:
+                return None
+            if table is not named and (table.handle_kind, table.handle_key) != (named.handle_kind, named.handle_key):
+                return None
+        partitions = tuple([table.partition for table, _ in self._pairs])
+        if not self._plan.is_for(partitions, [ids for _, ids in lookups]):
+            return None
+        rows, self._rows = self._rows, None
+        self._of.clear()
+        use_plan(self._plan)
+        return rows
 
     def take(self, table: Variable, ids: Ids) -> Array | None:
         """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""
@@ -76,6 +100,7 @@ class FetchedRows:
         for at, fetched in enumerate(known):
             if fetched.ids.shape == ids.shape and (fetched.ids == ids).all():
                 use_plan(self._plan)
+                self._rows = None
                 return known.pop(at).rows
         return None
 
@@ -94,6 +119,7 @@ class FetchedRows:
         """Forget what was fetched of these variables: the step has changed them."""
         for variable in variables:
             self._whole.pop(variable, None)
+        self._rows = None
         for known in self._of.values():
             known[:] = [fetched for fetched in known if fetched.variables.isdisjoint(variables)]
 

@@ -12,7 +12,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.reads import distinct_rows
+from pscluster.ps.handles.reads import distinct_rows, rows_if_all_fetched
 from pscluster.ps.handles.variable import Variable
 
 Combiner = Literal["sum", "mean", "sqrtn"]
@@ -171,10 +171,13 @@ def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
 
 def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     """Gather rows as `gather_rows` does, transferring each distinct one once."""
-    wanted, shapes = [], []
-    for variable, ids in lookups:
+    for variable, _ in lookups:
         if not isinstance(variable, Variable):
             raise TypeError(f"an embedding table must be a variable, not {type_of(variable)}")
+    if (fetched := rows_if_all_fetched(lookups)) is not None:
+        return fetched
+    wanted, shapes = [], []
+    for variable, ids in lookups:
         checked = variable.row_ids(ids)
         wanted.append((variable, checked.reshape(-1)))
         shapes.append((*checked.shape, *variable.shape[1:]))

@@ -19,6 +19,7 @@ from pscluster.core.functions.definitions import capture
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
 from pscluster.ps.handles.preprocessing import NonFinite, Preprocessing
 from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
@@ -35,6 +36,9 @@ from pscluster.ps.spec import AVERAGE, OWN_RULE
 from pscluster.v1 import ps_pb2
 
 LearningRate = float | LearningRateSchedule
+
+_MOST_PLANS = 16
+"""Of an optimizer: sets of variables whose gradients are applied together; the oldest makes room."""
 
 
 class Common(TypedDict, total=False):
@@ -131,6 +135,8 @@ class Optimizer(Handle):
         client.optimizers[spec.id] = spec.name
         self._preprocessing = Preprocessing(**json.loads(spec.options)) if spec.options else Preprocessing()
         self._nonfinite = None
+        # By the kinds of gradients that were applied, and their variables.
+        self._plans: dict[tuple[tuple[type, int] | None, ...], GradientPlan] = {}
 
     @property
     def handle_key(self) -> str:
@@ -252,9 +258,21 @@ class Optimizer(Handle):
             >>> v.numpy()
             array([-0.5,  0. ,  0.5])
         """
+        pairs = list(grads_and_vars)
         with self._client.gate:
-            if updates := self.updates_of(grads_and_vars, examples=examples):
+            if updates := self._plan_for(pairs).updates_of(pairs, examples=examples):
                 self._client.update(updates)
+
+    def _plan_for(self, pairs: Sequence[Any]) -> GradientPlan:
+        """Return the plan for gradients of these variables, as far as they are pairs."""
+        key = tuple([(type(pair[0]), id(pair[1])) if _is_pair(pair) else None for pair in pairs])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = GradientPlan(self)
+            while len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans), key), None)
+            self._plans[key] = plan
+        return plan
 
     def updates_of(
         self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]], *, examples: float | None = None
@@ -330,7 +348,7 @@ class Optimizer(Handle):
         pairs: list[tuple[Gradient, Variable]] = []
         names: list[str] = []
         for pair in grads_and_vars:
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
+            if not _is_pair(pair):
                 raise TypeError(f"apply_gradients takes pairs (gradient, variable), not {checks.type_of(pair)}")
             gradient, variable = pair
             if not isinstance(variable, Variable):
@@ -350,6 +368,10 @@ class Optimizer(Handle):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2
 
 
 def _values(gradient: Gradient) -> Array:

@@ -149,6 +149,17 @@ def _gather_rows(lookups: Sequence[tuple[ShardRequests, npt.ArrayLike]]) -> list
     return results
 
 
+def rows_if_all_fetched(lookups: Sequence[tuple[ShardRequests, Any]]) -> list[Array] | None:
+    """Return the rows of these ids, not checked yet, if all of them, and no others, were fetched for this step."""
+    fetched = fetched_rows()
+    if fetched is None or not lookups:
+        return None
+    rows: list[Array] | None = fetched.take_all(lookups)
+    if rows is not None:
+        one_client([table for table, _ in lookups]).exchanges.begin()  # the function may have been told to stop
+    return rows
+
+
 def distinct_rows(lookups: Sequence[tuple[ShardRequests, Ids]]) -> list[Array]:
     """Read rows by flat ids, from `row_ids`, of several variables at once, each distinct one once."""
     if not lookups:

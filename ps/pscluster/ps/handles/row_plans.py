@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.geometry.rows import ShardRows
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.optim.row_sums import Groups, sum_rows, take_rows
@@ -39,10 +40,10 @@ class RowPlan:
     """Which rows of which shards are wanted, each once, and where they are in the lists of ids."""
 
     def __init__(
-        self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, split: Split | None = None
+        self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], ids: Ids, split: Split | None = None
     ) -> None:
-        self._partitions, self._sizes, self._places, self._by_split = partitions, sizes, places, split is not None
-        self._groups = Groups.of(places)
+        self._partitions, self._sizes, self._ids, self._by_split = partitions, sizes, ids, split is not None
+        self._groups = Groups.of(ids if split is not None else _places(partitions, sizes, ids))
         self._spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]  # of the ids
         self.shares = self._shares() if split is None else _shares_of_one(split(self._groups.ids))
         """Of all shards of all tables, in order, those of no row included."""
@@ -55,23 +56,26 @@ class RowPlan:
             partitions: of each table.
             ids: a flat array for each table, from `check_ids`.
         """
-        sizes = tuple(map(len, ids))
-        places = [partition.places(of_table) for partition, of_table in zip(partitions, ids, strict=True)]
-        end_to_end = np.concatenate(places)  # a copy in any case: the caller may change its ids
-        if len(partitions) > 1:
-            end_to_end += _offsets(partitions, sizes)
-        return _last_or_new(partitions, sizes, end_to_end, None)
+        last = last_plan_for(partitions, ids)
+        return _new(partitions, tuple(map(len, ids)), np.concatenate(ids), None) if last is None else last
 
     @staticmethod
     def by_split(partition: Partition, ids: Ids, split: Split) -> RowPlan:
         """Return the plan for any ids of a table whose shards `split` finds by the ids and this partition alone."""
-        return _last_or_new((partition,), (len(ids),), ids.copy(), split)
+        last = _threads.last
+        if last is not None and last.is_for((partition,), (ids,), by_split=True):
+            return last
+        return _new((partition,), (len(ids),), ids.copy(), split)
 
-    def is_for(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, by_split: bool) -> bool:
-        """Return whether a plan for these arguments would be this one."""
-        same = self._sizes == sizes and self._by_split == by_split and self._partitions == partitions
-        same = same and self._places.dtype.kind == places.dtype.kind
-        return same and bool((self._places == places).all())
+    def is_for(self, partitions: tuple[Partition, ...], ids: Sequence[Ids], *, by_split: bool = False) -> bool:
+        """Return whether a plan for these arguments would be this one: then the ids need no check.
+
+        Each of `ids` is flat.
+        """
+        if self._by_split != by_split or self._sizes != tuple(map(len, ids)) or self._partitions != partitions:
+            return False
+        end_to_end = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        return self._ids.dtype.kind == end_to_end.dtype.kind and bool((self._ids == end_to_end).all())
 
     @property
     def distinct(self) -> int:
@@ -127,13 +131,24 @@ def use_plan(plan: RowPlan | None) -> None:
     _threads.last = plan
 
 
-def _last_or_new(
-    partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, split: Split | None
-) -> RowPlan:
+def last_plan_for(partitions: tuple[Partition, ...], ids: Sequence[Ids]) -> RowPlan | None:
+    """Return this thread's last plan if it is for these ids, flat arrays which need no check; otherwise None."""
     last = _threads.last
-    if last is None or not last.is_for(partitions, sizes, places, split is not None):
-        last = _threads.last = RowPlan(partitions, sizes, places, split)
-    return last
+    return last if last is not None and last.is_for(partitions, ids) else None
+
+
+def _new(partitions: tuple[Partition, ...], sizes: tuple[int, ...], ids: Ids, split: Split | None) -> RowPlan:
+    plan = _threads.last = RowPlan(partitions, sizes, ids, split)
+    return plan
+
+
+def _places(partitions: tuple[Partition, ...], sizes: tuple[int, ...], ids: Ids) -> Ids:
+    """Return where the rows of these ids, one table's after another's, are when the tables lie end to end."""
+    if any(partition.order != RANGE for partition in partitions):
+        spans = itertools.pairwise((0, *itertools.accumulate(sizes)))
+        pieces = zip(partitions, spans, strict=True)
+        ids = np.concatenate([partition.places(ids[start:stop]) for partition, (start, stop) in pieces])
+    return ids if len(partitions) == 1 else ids + _offsets(partitions, sizes)
 
 
 def _shares_of_one(split: Sequence[tuple[int, ShardRows]]) -> list[Share]:
