@@ -229,8 +229,12 @@ class Exchanges:
         requests: Mapping[int, tuple[ps_pb2.Request, Sequence[Buffer]]],
         finish: Callable[[int, ps_pb2.UpdateReply], None],
         function: FunctionContext | None,
+        nbytes: int | None = None,
     ) -> Phases[None]:
-        """Do what `send_updates` does. If all requests are small, they are under way once it has begun."""
+        """Do what `send_updates` does. If all requests are small, they are under way once it has begun.
+
+        `nbytes`: of all values and row numbers, if that is known: to ask each item takes a while.
+        """
         small: dict[int, Sequence[Buffer]] = {}
         large: list[Callable[[], None]] = []
         for index, (request, buffers) in requests.items():
@@ -245,8 +249,10 @@ class Exchanges:
             finish(index, reply.update)
 
         yield from self.exchanging("push", small, take, function, large)
-        items = (item for request, _ in requests.values() for item in request.update.items)
-        self.pushed += sum(item.value_bytes + bytes_by(item.rows) for item in items)
+        if nbytes is None:
+            items = (item for request, _ in requests.values() for item in request.update.items)
+            nbytes = sum(item.value_bytes + bytes_by(item.rows) for item in items)
+        self.pushed += nbytes
 
     def _push_updates(
         self,

@@ -145,29 +145,34 @@ class Updater:
     ) -> Phases[None]:
         """Send each server its updates, of which it may have applied some already."""
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
+        shards: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # of these
         for update in updates:
-            by_server[self._placements.owner(update.item.variable, update.item.shard, update.server)].append(update)
+            item = update.item
+            shard = item.variable, item.shard
+            item.boot_id, item.seen = self._seen.get(shard, (0, 0))
+            index = self._placements.owner(*shard, update.server)
+            by_server[index].append(update)
+            shards[index].append(shard)
         requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        nbytes = 0
         for index, of_server in by_server.items():
-            for update in of_server:
-                seen = self._seen.get((update.item.variable, update.item.shard), (0, 0))
-                update.item.boot_id, update.item.seen = seen
             request = ps_pb2.Request(update=origin)
-            request.update.items.extend(update.item for update in of_server)
-            segments = [
-                segment
-                for update in of_server
-                for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
-            ]
+            request.update.items.extend([update.item for update in of_server])
+            segments: list[memoryview] = []
+            for update in of_server:
+                if update.ids is not None:
+                    segments.append(view(update.ids))
+                segments.append(update.values)
+            nbytes += sum(map(len, segments))
             requests[index] = request, padded(segments)
 
         def finish(index: int, reply: ps_pb2.UpdateReply) -> None:
-            self._note(by_server[index], reply)
+            self._note(shards[index], reply)
             for update in by_server[index] if pushes else ():
                 if (push := pushes.pop(id(update), None)) is not None:
                     self._residuals.acknowledge(push)
 
-        return self._exchanges.sending_updates(requests, finish, function)
+        return self._exchanges.sending_updates(requests, finish, function, nbytes)
 
     def header(self, function: FunctionContext) -> ps_pb2.UpdateRequest:
         """Return the origin of a function's updates, for its contributions to synchronous steps."""
@@ -216,12 +221,12 @@ class Updater:
             self._open.add(self._last)
             return self._last, settled
 
-    def _note(self, updates: Sequence[ShardUpdate], reply: ps_pb2.UpdateReply) -> None:
+    def _note(self, shards: Sequence[tuple[int, int]], reply: ps_pb2.UpdateReply) -> None:
         """Record what was acknowledged, so that a server that restarts with less learns what it has lost."""
-        for update, count in zip(updates, reply.updates, strict=False):
-            key = update.item.variable, update.item.shard
-            boot_id, most = self._seen.get(key, (0, 0))
-            self._seen[key] = reply.boot_id, max(most, count) if boot_id == reply.boot_id else count
+        now = reply.boot_id
+        for shard, count in zip(shards, reply.updates, strict=False):
+            boot_id, most = self._seen.get(shard, (0, 0))
+            self._seen[shard] = now, max(most, count) if boot_id == now else count
 
     def has_updated(self, variable: int) -> bool:
         """Return whether an update of this client to a variable, by id, was acknowledged."""
