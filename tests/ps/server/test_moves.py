@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from tests.ps.server.state.test_shard import JOB, OPTIMIZER, VARIABLE, Client, new_store
 
 from pscluster.core.errors import ProtocolError, PsClusterError, ShardMovedError, StaleError, UnavailableError
-from pscluster.ps.server import moves as moves_module
+from pscluster.ps.server import pages as pages_module
 from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.state import shard as shard_module
 from pscluster.ps.server.state.directory import HeldVariable
@@ -68,7 +68,7 @@ def copy(source: Asked, target: Asked, reply: ps_pb2.MoveReply, round_number: in
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Side]:
     """Two servers, the first of which has the variable."""
-    for module in (moves_module, shard_module):
+    for module in (pages_module, shard_module):
         monkeypatch.setattr(module, "PAGE_ELEMENTS", PAGE)
     return Side(0), Side(1)
 
@@ -81,7 +81,7 @@ updates = st.sampled_from(["dense", "rows", "gradient", "row gradient", "replace
 def test_what_has_arrived_is_what_was_there(rounds: list[list[tuple[str, int, int]]]) -> None:
     """Values, slots, counts and remembered updates, whatever changed between two rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (moves_module, shard_module):
+        for module in (pages_module, shard_module):
             patch.setattr(module, "PAGE_ELEMENTS", PAGE)
         source, target = Side(0), Side(1)
         client = Client(source.store)

@@ -30,7 +30,7 @@ from tests.ps.storage.test_deaths import Disk
 from tests.waiting import until
 
 from pscluster.core.errors import PsClusterError, StaleError
-from pscluster.ps.server import moves as moves_module
+from pscluster.ps.server import pages as pages_module
 from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.state import shard as shard_module
 from pscluster.ps.server.state.directory import HeldVariable
@@ -81,7 +81,7 @@ def pair(folder: Path, kind: Durability, *, fsync: bool = False) -> Iterator[tup
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the shard consist of many pages."""
-    for module in (moves_module, shard_module):
+    for module in (pages_module, shard_module):
         monkeypatch.setattr(module, "PAGE_ELEMENTS", PAGE)
 
 
