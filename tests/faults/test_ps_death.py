@@ -103,6 +103,7 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, trans
             assert "wait for it" not in coordinator.explain()
             # It is given up: not even dialled, as that would take as long again.
             monkeypatch.setattr(strategy.client._servers[1], "_transport", None)
+            monkeypatch.setattr(coordinator._dispatcher.servers, "report_seen", None)  # by workers, who would wait
             for wait in waits:
                 with pytest.raises(PSUnavailableError, match="ps 1 at"):
                     wait()

@@ -262,6 +262,7 @@ class JobContext:
 
     def lost_updates(self) -> dict[str, int]:
         """Count lost updates; see `ParameterServerStrategy.lost_updates`."""
+        self.client.check_servers()  # before workers are asked, who would wait for a lost one
         if self.dispatcher is not None and not self.closed:
             away = self.unreachable()
             there = [server.peer.index for server in self.servers if server.peer not in away]

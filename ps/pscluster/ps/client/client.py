@@ -171,6 +171,12 @@ class PsClient:
         """Close all connections. Later requests are refused, with this reason."""
         self.exchanges.close(why)
 
+    def check_servers(self) -> None:
+        """Raise PSUnavailableError if a server is lost."""
+        for server in list(self._servers):
+            with contextlib.suppress(ShardMovedError):  # it was removed
+                server.check()
+
     def report_seen(self, servers: Iterable[int] | None = None) -> None:
         """Have servers that may have restarted compare their updates with those this client has seen acknowledged."""
         seen = self.updater.seen()
