@@ -127,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PSCLUSTER_STATE_DIR"] = folder
     os.environ["XDG_CONFIG_HOME"] = folder  # and use a token of this user that is not the real one
     # Roles that die are restarted at once. The delays that grow with each death are shown by those of the supervisor.
-    local_cluster.RestartPolicy = functools.partial(RestartPolicy, base_delay=0.0)  # type: ignore[assignment,misc]
+    vars(local_cluster)["RestartPolicy"] = functools.partial(RestartPolicy, base_delay=0.0)
     for library in ("OMP", "OPENBLAS", "MKL"):  # the cores are shared by many processes
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not config.getoption("plain_starts"):

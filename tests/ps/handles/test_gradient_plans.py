@@ -136,12 +136,10 @@ def slices_of(tables: list[Variable], *ids: Any) -> list[tuple[Any, Variable]]:
 
 def test_updates_of_rows_are_those_of_the_optimizer(strategy: ParameterServerStrategy, uses: list[int]) -> None:
     with strategy.scope():
-        adam, way = (
-            optimizers.Adam(0.1),
-            [{}, {"partitioner": FixedShardsPartitioner(3)}, {"partitioner": lambda *_: [2, 2]}],
-        )
-        way += [{"partitioner": ModuloPartitioner(2)}, {"initial_value": np.zeros((5, 6), np.float32)}]
-        tables = [Variable(**({"initial_value": np.zeros((7, 6), np.float32)} | each)) for each in way]
+        adam = optimizers.Adam(0.1)
+        partitioners: list[Any] = [None, FixedShardsPartitioner(3), lambda *_: [2, 2], ModuloPartitioner(2)]
+        tables = [Variable(np.zeros((7, 6), np.float32), partitioner=each) for each in partitioners]
+        tables.append(Variable(np.zeros((5, 6), np.float32)))
         dense = Variable(np.zeros((3, 2), np.float32))
     plan = GradientPlan(adam)
     ids = [[6, 1, 6], [0, 5, 4], [3, 3, 3, 3], np.empty(0, np.int64), [4]]

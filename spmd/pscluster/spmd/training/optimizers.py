@@ -117,12 +117,10 @@ class Optimizer:
         pairs: list[tuple[DTensor, DVariable]] = []
         given: Any = grads_and_vars
         for pair in [given] if isinstance(given, DTensor) else given:
-            what: Any = pair
-            is_pair = isinstance(what, tuple | list) and len(what) == 2
-            if not is_pair or not isinstance(what[1], DVariable):
-                found = type_of(what[1] if is_pair else what)
-                raise TypeError(f"apply_gradients takes pairs (gradient, DVariable), not {found}")
-            gradient, variable = pair
+            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+            gradient, variable = pair if is_pair else (None, pair)
+            if not is_pair or not isinstance(variable, DVariable):
+                raise TypeError(f"apply_gradients takes pairs (gradient, DVariable), not {type_of(variable)}")
             if gradient is None:
                 continue
             if variable.mesh != self.mesh:
