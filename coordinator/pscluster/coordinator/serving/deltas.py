@@ -27,6 +27,7 @@ from pscluster.coordinator.serving.delta_files import Changes, Delta, Header, Lo
 from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.core import checks
 from pscluster.core.errors import CheckpointError, MisuseError
+from pscluster.core.numbers.unique import sorted_unique
 from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES
 
 Format = Literal["safetensors", "parquet"]
@@ -123,7 +124,7 @@ def _changes(earlier: Mapped, later: Mapped, header: Header) -> Changes:
 def _ranges(earlier: Mapped, later: Mapped, step: int) -> Iterator[Ids]:
     """Yield the ids of all rows, rising, `step` at a time."""
     if isinstance(earlier, MappedById) and isinstance(later, MappedById):
-        both = np.union1d(earlier.ids, later.ids)
+        both = sorted_unique(np.concatenate([earlier.ids, later.ids]))
         yield from (both[start : start + step] for start in range(0, len(both), step))
         return
     rows = later.shape[0]

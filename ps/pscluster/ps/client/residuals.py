@@ -31,6 +31,7 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.rows import split_rows
+from pscluster.core.numbers.unique import sorted_unique
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlaces
@@ -233,7 +234,7 @@ class Residuals:
                     continue
                 if rows.by_id:
                     targets = shards_of(ids, new.partition.num_shards)
-                    for target in np.unique(targets).tolist():
+                    for target in sorted_unique(targets).tolist():
                         some, key = targets == target, (new.id, target, False)
                         there = self._rows_of(key, rows.name, ById(), rows.values.shape[1], rows.id_bytes)
                         there.put(ids[some], rows.values[some], used[some])

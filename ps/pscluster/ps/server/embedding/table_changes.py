@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.core.numbers.unique import sorted_unique, without
 from pscluster.ps.row_ids import RowIds, are_strings, shown
 from pscluster.ps.server.embedding import table_policy
 from pscluster.ps.server.embedding.table_policy import Sightings
@@ -88,7 +89,7 @@ def decide(
     table, step = held.spec.table, shard.updates + 1
     rows = rows_of(shard, table.dim)
     places = rows.find(ids)
-    new = np.unique(ids[places < 0]).astype(rows.id_dtype, copy=False)
+    new = sorted_unique(ids[places < 0]).astype(rows.id_dtype, copy=False)
     now = table_policy.in_seconds(time.time()) if _in_seconds(table) else table_policy.in_steps(step)
     if gradient and len(new) and table.HasField("admission"):
         shard.sightings = shard.sightings or Sightings()
@@ -116,7 +117,7 @@ def recorded(held: HeldVariable, shard: Shard, ids: RowIds, change: state_pb2.Ta
     rows = rows_of(shard, held.spec.table.dim)
     places = rows.find(ids)
     if change is None:
-        return RowChanges(places, np.unique(ids[places < 0]), _NO_IDS, 0)
+        return RowChanges(places, sorted_unique(ids[places < 0]), _NO_IDS, 0)
     made, evicted = (np.frombuffer(some, rows.id_dtype) for some in (change.made, change.evicted))
     return RowChanges(places, made, evicted, change.now)
 
@@ -162,7 +163,7 @@ def carry_out(
             held.metrics.rows_not_admitted += len(places) - len(kept)
             places = places[kept]
     if table.HasField("eviction"):
-        used = np.unique(places)
+        used = sorted_unique(places)
         shard.before_rows_change(used)
         rows.set_uses(used, table_policy.uses(rows.uses(used), changes.now))
     held.metrics.rows_made += len(changes.made)
@@ -216,7 +217,7 @@ class _Undo:
     def going(self) -> Ids:
         """Return the places of the rows to be dropped, and remember what they have. ValueError if there are none."""
         places = rows_of(self._shard, self._held.spec.table.dim).find(self._changes.evicted)
-        if (places < 0).any() or len(np.unique(places)) < len(places):
+        if (places < 0).any() or len(sorted_unique(places)) < len(places):
             raise ValueError(f"table {self._held.spec.name!r} has no such rows to drop")
         self._gone = {name: array[places] for name, array in self._shard.arrays().items()}
         return places
@@ -244,14 +245,14 @@ def _expired(policy: ps_pb2.TableEviction, shard: Shard, rows: TableRows, used: 
     """Return the places of rows in the next window that have expired, without those that are used now."""
     places, shard.hand = table_policy.window(rows.count, shard.hand, window)
     gone = table_policy.expired(policy, rows.uses(places), rows.values[places], now)
-    return np.setdiff1d(places[gone], used)
+    return without(places[gone], used)
 
 
 def _least_used(policy: ps_pb2.TableEviction, shard: Shard, rows: TableRows, used: Ids, room: int, now: int) -> Ids:
     """Return the places of rows that make room, of those in the next window that are not used now."""
     size = table_policy.candidates_for(room) + len(used)
     places, shard.hand = table_policy.window(rows.count, shard.hand, size)
-    places = np.setdiff1d(places, used)
+    places = without(places, used)
     return places[table_policy.least_used(policy, rows.uses(places), now, room)]
 
 

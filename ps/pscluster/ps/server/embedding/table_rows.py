@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.numbers.unique import sorted_unique
 from pscluster.ps.row_ids import RowIds
 from pscluster.ps.row_index import RowIndex
 from pscluster.ps.tables import Ids, Rows, tails_of
@@ -71,7 +72,7 @@ class TableRows:
 
     def missing(self, ids: RowIds) -> RowIds:
         """Return those ids that have no row, each once, ascending."""
-        return np.unique(ids[self.find(ids) < 0])
+        return sorted_unique(ids[self.find(ids) < 0])
 
     def take(self, places: Ids) -> Rows:
         """Return copies of the values of these rows."""

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
+from pscluster.core.numbers.unique import sorted_unique
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
@@ -199,7 +200,7 @@ class Shard:
         if ids is None:
             average += (values - average) * share
         else:
-            rows = np.unique(ids)
+            rows = sorted_unique(ids)
             average[rows] += (values[rows] - average[rows]) * share
 
     def grow(self, rows: int, fills: Callable[[int], Mapping[str, float]]) -> None:
