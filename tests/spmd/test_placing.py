@@ -157,6 +157,12 @@ def test_random_values_do_not_depend_on_the_layout(grid: spmd.Mesh, line: spmd.M
             for layout in all_layouts(mesh, 2):
                 np.testing.assert_array_equal(make((6, 4), 11, layout=layout).full(), wanted)
         assert (make((6, 4), 12, layout=Layout.replicated(here, 2)).full() != wanted).any()
+        several = [make((6, 4), seed, layout=Layout(["x", None], line)).full() for seed in ((1, 1), [1, 1], (1, 2))]
+        np.testing.assert_array_equal(several[0], several[1])
+        assert (several[0] != several[2]).any()
+    for seed in ((), (1, -1), (1, "x")):
+        with pytest.raises(ValueError, match="seed is"):
+            spmd.random.normal((6, 4), seed, layout=Layout(["x", None], line))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from pscluster.ps.initializers import RandomNormal, RandomUniform, TruncatedNorm
 from pscluster.spmd.creation import Shape, make
 from pscluster.spmd.tensor import DTensor
 from pscluster.worker.collectives.replica import replica_context
+
+Seed = int | Sequence[int]
+"""A whole number, or several, such as TensorFlow's stateless functions take."""
 
 _lock = threading.Lock()
 _of_process: dict[str, np.random.SeedSequence] = {}
@@ -44,18 +48,21 @@ def _seeds() -> dict[Any, Any]:
     return _of_process if current_function() is None else replica_context().attached
 
 
-def _next_seed(seed: int | None) -> int | None:
+def _next_seed(seed: Seed | None) -> int | None:
     """Return a seed, or the next one of the program's; None if none is set: any will do.
 
     Raise MisuseError if clients would draw different ones.
     """
+    if isinstance(seed, tuple | list) and seed:
+        words = [checks.whole("seed", word, at_least=0) for word in seed]
+        return _drawn(np.random.SeedSequence(words))
     if seed is not None:
-        return seed
+        return cast("int", seed)  # the initializer checks it
     with _lock:
         seeds = _seeds()
         if _KEY in seeds:
             (child,) = seeds[_KEY].spawn(1)
-            return int(child.generate_state(1, np.uint64)[0] >> 1)
+            return _drawn(child)
     if seeds is not _of_process and replica_context().num_replicas > 1:
         raise MisuseError(
             "random arrays of several clients need a seed, for all of them to make the same: give seed=, or call "
@@ -64,9 +71,13 @@ def _next_seed(seed: int | None) -> int | None:
     return None
 
 
+def _drawn(sequence: np.random.SeedSequence) -> int:
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
 def normal(
     shape: Shape,
-    seed: int | None = None,
+    seed: Seed | None = None,
     *,
     mean: float = 0.0,
     stddev: float = 1.0,
@@ -79,7 +90,7 @@ def normal(
 
 def truncated_normal(
     shape: Shape,
-    seed: int | None = None,
+    seed: Seed | None = None,
     *,
     mean: float = 0.0,
     stddev: float = 1.0,
@@ -92,7 +103,7 @@ def truncated_normal(
 
 def uniform(
     shape: Shape,
-    seed: int | None = None,
+    seed: Seed | None = None,
     *,
     minval: float = 0,
     maxval: float = 1,
