@@ -1,4 +1,4 @@
-"""Replicas that step together train as one process with the whole batch: the same parameters after thirty steps."""
+"""Replicas that step together train as one process with the whole batch: the same parameters after fifty steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pscluster.v1 import worker_pb2
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WORKERS = 8
-STEPS, BATCH, EXAMPLES = 30, 24, 330  # the last batch of the data, and of each epoch, has 18 examples
+STEPS, BATCH, EXAMPLES = 50, 24, 330  # the last batch of the data, and of each epoch, has 18 examples
 ROWS = 40
 SMALL, LARGE = 12, 516  # hidden units; many make gradients that replicas reduce before they send them
 
@@ -148,7 +148,7 @@ def train(
     coordinator_strategy = coordinator.strategy
     counter = iter(coordinator.create_per_worker_dataset(range(STEPS)))
     results: list[Any] = []
-    for count in (1, 9, 20):
+    for count in (1, 9, 40):
         with coordinator.synchronous_run.steps(count, worker_pb2.SynchronousSteps.LAST) as (message, committed):
             values = coordinator.schedule_gang(step, (counter,), None, None, replicas, 60, 0, None, steps=message)
             results = coordinator.fetch(values)
