@@ -203,7 +203,7 @@ def test_workers_that_end(word2vec: ModuleType, texts: list[str], tmp_path: Path
             script.wait_for("epoch 1/2 .* val_auc")
             if workers > 1:
                 processes[-1].send(signal.SIGKILL)
-                script.wait_for("epoch 2/2  step .* 3 workers up")
+                script.wait_for(r"worker 3 at .* is gone")
             script.wait_for("epoch 2/2 .* val_auc")
             assert script.wait() == 0, script.output
         reached[workers] = score(script.output)
