@@ -21,7 +21,7 @@ from pscluster.coordinator import (
     initializers,
     table_policies,
 )
-from pscluster.coordinator.serving import ServingTable, export_delta
+from pscluster.coordinator.serving import ServingTable, by_id, export_delta
 from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, StaleError
 
 DIM = 4
@@ -77,8 +77,10 @@ def test_lookups_are_those_of_the_job(made: Made) -> None:
             served.lookup(wrong)
 
 
-def test_strings_are_looked_up(made: Made) -> None:
-    """Some have one hash. Numbers are no strings, and a string that is too long is no id."""
+@pytest.mark.parametrize("key", [by_id._KEY, 0])
+def test_strings_are_looked_up(made: Made, key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the key 0, some have one hash. Numbers are no strings, and a string that is too long is no id."""
+    monkeypatch.setattr(by_id, "_KEY", key)
     directory, _, of_words = made
     for number, expected in enumerate(of_words, 1):
         served = ServingTable.open(_path(directory, number), "words")

