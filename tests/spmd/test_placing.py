@@ -119,11 +119,15 @@ def test_creation(grid: spmd.Mesh) -> None:
         spmd.call_with_layout(np.ones, layout, shape=(6, 4)),
         spmd.call_with_layout(spmd.ones, layout, (6, 4)),
         spmd.call_with_layout(lambda: np.ones((6, 4)), layout),
+        spmd.call_with_layout(spmd.function(np.ones), layout, shape=(6, 4)),
+        spmd.call_with_layout(spmd.function(lambda shape: 2 * np.ones(shape) - 1), layout, shape=(6, 4)),
     ]
     for ones in made_in_each_way:
         assert spmd.fetch_layout(ones) == layout
         assert components(ones) == [[[1.0, 1.0], [1.0, 1.0]]] * 6
     assert isinstance(spmd.call_with_layout(np.ones, None, 3), np.ndarray)
+    numbers = spmd.call_with_layout(spmd.random.normal, layout, shape=(6, 4), seed=(1, 1))
+    np.testing.assert_array_equal(numbers.full(), spmd.random.normal((6, 4), (1, 1), layout=layout).full())
     rows = Layout(["x"], grid)
     for made, wanted in (
         (spmd.zeros((5, 3), np.int8, layout=layout), np.zeros((5, 3), np.int8)),

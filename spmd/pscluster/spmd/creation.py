@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from pscluster.core.layouts.layout import Layout
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import check_is_layout, distribute, numeric
 from pscluster.spmd.tensor import DTensor
+from pscluster.spmd.tracing import check_is_function
 from pscluster.worker.programs.program import ArrayType
 
 T = TypeVar("T")
@@ -123,11 +125,21 @@ CREATORS: Mapping[Any, Callable[..., DTensor]] = MappingProxyType(
 def call_with_layout(fn: Callable[..., T], layout: Layout | None, *args: Any, **kwargs: Any) -> T | DTensor:
     """Call a function that makes an array, such as `numpy.ones`, so that the result has this layout.
 
-    NumPy's creation functions make it in place, on the devices; the arrays of other functions are distributed. With
-    None the function is just called.
+    NumPy's creation functions make it in place, on the devices, and so do functions that take a `layout`, such as
+    `random.normal`, which is passed to them; the arrays of others are distributed. A traced function counts as the one
+    that it was made of. With None the function is just called.
     """
+    made_by: Callable[..., T] = getattr(fn, "plain", fn)
+    check_is_function("call_with_layout", made_by)
     if layout is None:
-        return fn(*args, **kwargs)
-    creator = CREATORS.get(fn)
-    result: Any = fn(*args, **kwargs) if creator is None else creator(*args, **kwargs, layout=layout)
+        return made_by(*args, **kwargs)
+    creator: Callable[..., Any] | None = CREATORS.get(made_by, made_by if _takes_layout(made_by) else None)
+    result: Any = made_by(*args, **kwargs) if creator is None else creator(*args, **kwargs, layout=layout)
     return distribute(result, layout)
+
+
+def _takes_layout(fn: Callable[..., Any]) -> bool:
+    try:
+        return "layout" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some of C's have no signature
+        return False
