@@ -424,6 +424,22 @@ def test_a_table_with_skewed_ids_is_planned_and_balanced(partitioner: Callable[[
         assert table.owners == owners
 
 
+def test_a_function_begins_while_a_server_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker looks up optimizers, which the new server has not been told of."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, job_on(cluster) as job:
+        client, results = job.strategy.client, list[Any]()
+        declare_all = client.declare_all
+
+        def late(server: int) -> None:
+            results.append(job.coordinator.fetch(job.schedule(1), TIMEOUT))
+            declare_all(server)
+
+        monkeypatch.setattr(client, "declare_all", late)
+        assert job.strategy.add_server() == 1
+        assert len(results) == 1
+        job.check()
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("durability", ["log", "none"])
 def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:

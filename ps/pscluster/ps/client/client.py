@@ -21,7 +21,14 @@ import tenacity
 
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import MisuseError, PSUnavailableError, ShardMovedError, UnavailableError, from_rpc
+from pscluster.core.errors import (
+    MisuseError,
+    PSUnavailableError,
+    ShardMovedError,
+    UnavailableError,
+    UnknownVariableError,
+    from_rpc,
+)
 from pscluster.core.functions.definitions import split_off_bulk
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
@@ -398,10 +405,24 @@ class PsClient:
         return self._describe(self._servers[server], request).variables[0]
 
     def describe_optimizer(self, name: str) -> ps_pb2.OptimizerSpec:
-        """Look up an optimizer; its iterations are the highest count of any server."""
+        """Look up an optimizer; its iterations are the highest count of any server.
+
+        A server that is being added may not have it yet. UnknownVariableError if none has it.
+        """
         _need_servers()
         request = ps_pb2.DescribeRequest(job=self.job, optimizers=[name])
-        specs = self._from_each(lambda server: self._describe(server, request).optimizers[0])
+        unknown: list[UnknownVariableError] = []
+
+        def specs_of(server: Server) -> list[ps_pb2.OptimizerSpec]:
+            try:
+                return list(self._describe(server, request).optimizers)
+            except UnknownVariableError as error:
+                unknown.append(error)
+                return []
+
+        specs = [spec for found in self._from_each(specs_of) for spec in found]
+        if not specs:
+            raise unknown[0]
         return max(specs, key=lambda spec: spec.iterations)
 
     def optimizer_on(self, number: int, server: int) -> ps_pb2.OptimizerSpec | None:
