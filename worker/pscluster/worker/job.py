@@ -180,7 +180,9 @@ class Job:
         if kind == Layer.handle_kind:
             return self._layer(key)
         with self._lock:
-            known = self._handles.get((kind, key), self._passing.get((kind, key)))
+            known = self._handles.get((kind, key))
+            if known is None:
+                known = self._passing.get((kind, key))
         if known is not None:
             return known
         handle = handle_of(kind, key, self.client, self.resolve_handle)

@@ -147,7 +147,13 @@ class Mesh:
 
     def devices_of(self, task: int) -> tuple[int, ...]:
         """Return the numbers of the devices of a task, which is given by its position in `tasks`."""
-        return tuple(number for number, of in enumerate(self.task_of) if of == task)
+        return self._devices_of[task]
+
+    @functools.cached_property
+    def _devices_of(self) -> tuple[tuple[int, ...], ...]:
+        """By task."""
+        numbers = range(len(self.tasks))
+        return tuple(tuple(number for number, of in enumerate(self.task_of) if of == task) for task in numbers)
 
     @functools.cached_property
     def _coordinates(self) -> tuple[tuple[int, ...], ...]:

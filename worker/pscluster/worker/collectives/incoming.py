@@ -45,17 +45,24 @@ OnEnd = Callable[[Reply], object]
 
 
 class Hosted:
-    """A gang whose function runs here, or has ended. Its mailbox is gone when it has."""
+    """A gang whose function runs here, or has ended."""
 
-    def __init__(self, gang: Gang, mailbox: Mailbox) -> None:
+    def __init__(self, gang: Gang, mailbox: Callable[[], Mailbox]) -> None:
+        """Take what returns the function's mailbox, which may be made by that."""
         self.gang = gang
-        self.mailbox: Mailbox | None = mailbox
+        self._mailbox: Callable[[], Mailbox] | None = mailbox
         self.readings: dict[int, Reading] = {}
         """Of the members whose messages the function's thread may read, by rank."""
         self._lock = threading.Lock()
         self._joined: set[int] = set()
         self._on_end: dict[int, OnEnd] = {}
         self._reply_to: Callable[[int], Reply] | None = None
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """Where messages belong; None when the function has ended."""
+        mailbox = self._mailbox
+        return None if mailbox is None else mailbox()
 
     def join(self, source: int) -> None:
         """Accept an exchange. Raise StaleError if the source has one."""
@@ -81,7 +88,7 @@ class Hosted:
     def end(self, reply_to: Callable[[int], Reply]) -> None:
         """Tell each source the reply to it, now or when it asks."""
         with self._lock:
-            self._reply_to, self.mailbox = reply_to, None
+            self._reply_to, self._mailbox = reply_to, None
             callbacks, self._on_end = self._on_end, {}
         for source, callback in callbacks.items():
             callback(reply_to(source))
@@ -98,7 +105,7 @@ class Gangs:
         self._waiting = 0
         self._closed = False
 
-    def begin(self, gang: Gang, mailbox: Mailbox) -> Hosted:
+    def begin(self, gang: Gang, mailbox: Callable[[], Mailbox]) -> Hosted:
         """Accept exchanges of a gang from now on. Raise StaleError if a later generation has run here."""
         hosted, member = Hosted(gang, mailbox), (gang.id, gang.rank)
         with self._lock:
@@ -106,7 +113,8 @@ class Gangs:
             if known is not None and known.gang.generation >= gang.generation:
                 raise StaleError(f"generation {gang.generation} of this gang is over: this worker has run a later one")
             self._hosted[member] = hosted
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         return hosted
 
     def end(self, hosted: Hosted, kind: worker_pb2.ExchangeReply.Kind, reason: str, sent: Sequence[int]) -> None:

@@ -175,24 +175,41 @@ class Link:
             call.cancel()
 
 
+_NO_SIGNATURE = worker_pb2.Signature()
+
+
 class MemberLinks:
     """All links of one member's function, and its mailbox: see `algorithms.Links`."""
 
     def __init__(self, gang: Gang, pool: ConnectionPool, function: FunctionContext) -> None:
         self.gang, self._pool, self._function = gang, pool, function
         self.rank, self.size = gang.rank, gang.size
-        self.mailbox = Mailbox(gang.rank, gang.names, self._wait)
         self.readings: Mapping[int, Reading] = {}
         """Of members whose messages may be read here; membership puts it in place."""
         self._reading: Reading | None = None  # the one that is, or was asked for
         self._watched: dict[int, WatchedCall] = {}  # messages that are being read here
         self._lock = threading.Lock()
+        self._mailbox: Mailbox | None = None
         self._links: dict[int, Link] = {}
-        self._signature = worker_pb2.Signature()
+        self._signature = _NO_SIGNATURE
         self._busy = False
         self._over = False
         self._failed: BaseException | None = None
         function.on_cancel(self.cancel)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """What others send, made at first use: most gangs run one small program, and exchange nothing."""
+        return self._mailbox or self._make_mailbox()
+
+    def _make_mailbox(self) -> Mailbox:
+        with self._lock:
+            if self._mailbox is None:
+                mailbox = Mailbox(self.rank, self.gang.names, self._wait)
+                if self._over:
+                    mailbox.close()
+                self._mailbox = mailbox
+            return self._mailbox
 
     @contextmanager
     def collective(self, signature: worker_pb2.Signature) -> Iterator[None]:
@@ -371,8 +388,9 @@ class MemberLinks:
         """End the links: the function has ended. Return how many messages were sent to each member."""
         with self._lock:
             self._over = True
-            links = dict(self._links)
-        self.mailbox.close()
+            links, mailbox = dict(self._links), self._mailbox
+        if mailbox is not None:
+            mailbox.close()
         for reading in tuple(self.readings.values()):
             reading.close()
         for link in links.values():
@@ -385,7 +403,8 @@ class MemberLinks:
             link.cancel()
         for reading in tuple(self.readings.values()):
             reading.cancel()
-        self.mailbox.wake()
+        if (mailbox := self._mailbox) is not None:
+            mailbox.wake()
 
 
 def _call(signature: worker_pb2.Signature) -> str:

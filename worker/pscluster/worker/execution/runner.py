@@ -288,20 +288,24 @@ class Runner:
             for index, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=index)
-        thread = threading.current_thread().name
-        waited = metrics.data_seconds - data_before
-        run = Run(step.function, step.attempt, since, begun, begin, begin + seconds, waited, "", thread)
+        run: Run | None = None
+        if (
+            seconds >= SHORT_SECONDS or not step.function & (EACH - 1) or step.attempt > 1
+        ):  # the others are only counted
+            thread, waited = threading.current_thread().name, metrics.data_seconds - data_before
+            run = Run(step.function, step.attempt, since, begun, begin, begin + seconds, waited, "", thread)
         if context.overlap is None:
-            self._end(outcome, run)
+            self._end(outcome, seconds, run)
         else:
             context.overlap.fetched = context.overlap.first = None
             self._preparations.returned(context)
-            context.overlap.returned(functools.partial(self._pushed, outcome, run, context, error))
+            context.overlap.returned(functools.partial(self._pushed, outcome, seconds, run, context, error))
 
     def _pushed(
         self,
         outcome: Outcome,
-        run: Run,
+        seconds: float,
+        run: Run | None,
         context: FunctionContext,
         raised: BaseException | None,
         error: BaseException | None,
@@ -312,11 +316,11 @@ class Runner:
             outcome = failed_later(outcome, error, updated=context.updated)
         elif outcome.kind != Outcome.DONE:
             outcome.updated = context.updated  # it may have raised before they were sent
-        self._end(outcome, run)
+        self._end(outcome, seconds, run)
 
-    def _end(self, outcome: Outcome, run: Run) -> None:
-        """Count and record a function that has ended, and deliver its outcome."""
-        kind, seconds, metrics = outcome.kind, run.end - run.ready, self._metrics
+    def _end(self, outcome: Outcome, seconds: float, run: Run | None) -> None:
+        """Count a function that has ended after `seconds`, record its run if there is one, and deliver its outcome."""
+        kind, metrics = outcome.kind, self._metrics
         with self._counting:
             metrics.done += kind == Outcome.DONE
             metrics.failed += kind == Outcome.FAILED
@@ -326,7 +330,7 @@ class Runner:
                 metrics.shortest_seconds += seconds
             else:
                 metrics.runs.add(seconds)
-        if seconds >= SHORT_SECONDS or not run.function & (EACH - 1) or run.attempt > 1:
+        if run is not None:
             metrics.recording.runs.append(run._replace(how=Outcome.Kind.Name(kind).lower()))
         self._deliver(outcome)
 

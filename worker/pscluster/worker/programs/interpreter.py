@@ -55,10 +55,13 @@ Payload = Mapping[int, Array]
 """Blocks of one array, by their number in its layout: those that a task needs."""
 
 
+_NO_VARIABLES = NoVariables()
+
+
 def run_program(
     text: str,
     store: BlockStore,
-    numbers: str,
+    numbers: bytes,
     payloads: Sequence[Payload] = (),
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
@@ -82,7 +85,7 @@ def run_local(
     text: str,
     functions: Sequence[LocalFunction],
     store: BlockStore,
-    numbers: str,
+    numbers: bytes,
     payloads: Sequence[Payload] = (),
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
@@ -94,7 +97,10 @@ def run_local(
     if program.inputs and function.steps is not None and function.steps.dry:
         return None  # all members know it
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
-    return run(program, store, exchange, read, payloads, functions, OnServers(program, variables, optimizers))
+    of_program: Variables = _NO_VARIABLES
+    if program.variables or program.optimizers or variables or optimizers:
+        of_program = OnServers(program, variables, optimizers)
+    return run(program, store, exchange, read, payloads, functions, of_program)
 
 
 def run(
@@ -131,7 +137,7 @@ def run(
             f"was given {', '.join(map(str, given))}"
         )
     store.drop(numbers.forgotten)
-    variables = variables or NoVariables()
+    variables = variables or _NO_VARIABLES
     running = _Running(program, exchange, payloads, functions)
     for register, payload in zip(sent, payloads[len(payloads) - len(sent) :], strict=True):
         if register not in range(len(inputs)):
@@ -238,8 +244,9 @@ class _Running:
 
     def read(self, variables: Variables) -> None:
         """Read this task's blocks of all variables that the program will read: at once."""
+        if not (reads := self._program.reads):
+            return
         wanted: dict[tuple[int, Block], None] = {}
-        reads = [item for item in self._program.code if isinstance(item, Read)]
         for item in reads:
             of = self._program.arrays[item.output]
             wanted.update(((item.variable, of.layout.block(of.shape, device)), None) for device in self._devices)

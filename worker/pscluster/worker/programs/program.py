@@ -25,8 +25,10 @@ Nothing in a program is trusted: `reading.parse` refuses whatever makes no sense
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,6 +180,11 @@ class Program:
         return known
 
     @functools.cached_property
+    def reads(self) -> list[Read]:
+        """Which variables it reads, in order."""
+        return [item for item in self.code if isinstance(item, Read)]
+
+    @functools.cached_property
     def updates(self) -> list[Update]:
         """What it does to variables, in order."""
         return [item for item in self.code if isinstance(item, Update)]
@@ -228,9 +235,11 @@ class Numbers:
     forgotten: Sequence[int]  # of arrays that are no longer needed
     sent: Sequence[int] = ()  # the registers of those inputs whose blocks come with it
 
-    def encoded(self) -> str:
-        """Return them as text: see `reading.read_numbers`."""
-        return _json([self.inputs, self.outputs, self.forgotten, self.sent])
+    def encoded(self) -> bytes:
+        """Return them as 64-bit numbers: how many there are of each kind, then they. See `reading.read_numbers`."""
+        lists = self.inputs, self.outputs, self.forgotten, self.sent
+        numbers = [*map(len, lists), *itertools.chain(*lists)]
+        return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -36,6 +38,8 @@ TOGETHER_BYTES = 4 << 20
 """Of arrays that move together: larger ones gain nothing, and would be held in memory, and copied, at once."""
 
 _MAX_AXES = 64  # as in NumPy
+_NUMBER_BYTES = 8
+_KINDS = 4  # of numbers of arrays that come with a program
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,16 +65,16 @@ def parse(text: str) -> Program:
         raise ProtocolError("a program: its arguments are nested too deep") from None
 
 
-def read_numbers(text: str) -> Numbers:
-    """Return the numbers of a run. Raise ProtocolError if the text is none of `Numbers.encoded`."""
-    try:
-        lists = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        lists = None
-    kinds = list(map(type, lists)) if isinstance(lists, list) else []
-    if kinds != [list] * 4 or any(type(number) is not int for numbers in lists for number in numbers):
-        raise ProtocolError(f"four lists of numbers of arrays come with a program, not {text!r:.100}")
-    return Numbers(*lists)
+def read_numbers(data: bytes) -> Numbers:
+    """Return the numbers of a run. Raise ProtocolError if the bytes are none of `Numbers.encoded`."""
+    count = len(data) // _NUMBER_BYTES if isinstance(data, bytes) else 0
+    if count < _KINDS or len(data) % _NUMBER_BYTES:
+        raise ProtocolError(f"{_KINDS} lists of numbers of arrays come with a program, not {data!r:.100}")
+    numbers = list(struct.unpack(f"<{count}Q", data))
+    ends = list(itertools.accumulate(numbers[:_KINDS], initial=_KINDS))
+    if ends[-1] != count:
+        raise ProtocolError(f"{_KINDS} lists of numbers of arrays come with a program, not {data!r:.100}")
+    return Numbers(*[numbers[start:end] for start, end in itertools.pairwise(ends)])
 
 
 class _Reader:
