@@ -15,7 +15,7 @@ from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.spmd import UNSHARDED, Layout
 from pscluster.spmd.meshes import session_of
 from pscluster.worker.programs.interpreter import run_program
-from pscluster.worker.programs.program import encode
+from pscluster.worker.programs.program import Numbers, encode
 from pscluster.worker.programs.store import BlockStore
 
 TALL = np.arange(6, dtype=np.int32).reshape(3, 2)
@@ -287,7 +287,7 @@ def test_a_worker_refuses_a_malformed_program(workers: ClusterCoordinator) -> No
         ("{}", "it has a mesh, arrays, inputs, code and outputs"),
         (encode(other, [], 0, [], []), "but the mesh is of worker 1, worker 0"),
     ):
-        args: tuple[Any, ...] = (text, BlockStore(), "[[],[],[],[]]")
+        args: tuple[Any, ...] = (text, BlockStore(), Numbers([], [], []).encoded())
         for value in workers.schedule_gang(run_program, args, None, homes, size, None, 0, None, isolated=True):
             with pytest.raises(ProtocolError, match=message):
                 value.fetch(TIMEOUT)

@@ -193,17 +193,16 @@ class Workers:
             definition = definition_of("local_map", program)
         # Under a definition, workers are sent the text once, and then its digest.
         text = (program.text,) if definition is None else ()
+        first = *text, self._store, program.numbers.encoded()
         variables: tuple[Any, ...] = ()
         if program.variables:
             variables = [variable.handle for variable in program.variables], list(program.optimizers)
-        numbers = program.numbers.encoded()
-        args = [
-            ((*text, self._store, numbers, payloads, *variables), _NO_NAMED)
-            for payloads in (program.payloads if any(program.payloads) else [()])
-        ]
-        if len(args) == 1:
-            args *= len(self._workers)  # the same object: encoded once
-        homes, _ = coordinator.members(self._workers)
+        args: list[tuple[tuple[Any, ...], Mapping[str, Any]]]
+        if any(program.payloads):
+            args = [((*first, payloads, *variables), _NO_NAMED) for payloads in program.payloads]
+        else:  # the same object for all: it is encoded once
+            args = [((*first, (), *variables) if variables else first, _NO_NAMED)] * len(self._workers)
+        homes = coordinator.homes_of(self._workers)
         if definition is not None:
             function = coordinator.captured_for_gang(definition)
         else:

@@ -218,20 +218,25 @@ class GangQueue(FunctionQueue):
 
     def members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
         """Return the workers that are asked for, by rank, and how many they are; None: any. For internal use."""
-        there = [peer.index for peer in self.context.workers]
         if workers is None:
+            there = [peer.index for peer in self.context.workers]
             if not there:
                 raise MisuseError("no worker has joined the cluster yet, so there is none to run a function together")
             return self._dispatcher.places(there), len(there)
         if isinstance(workers, Sequence) and not isinstance(workers, str | bytes):
             indices = [checks.whole("a worker's index", index, at_least=0) for index in workers]
-            if not indices or len(set(indices)) < len(indices) or not set(indices).issubset(there):
-                raise ValueError(
-                    f"workers is {list(workers)}; give different indices of workers; the cluster has "
-                    f"{tasks_in_words(there)}"
-                )
-            return self._dispatcher.places(indices), len(indices)
+            return self.homes_of(indices), len(indices)
         size = checks.whole("workers", workers, ", or their indices", at_least=1)
-        if size > len(there):
-            raise ValueError(f"workers is {size}, but the cluster has {len(there)}")
+        if size > (count := len(self.context.workers)):
+            raise ValueError(f"workers is {size}, but the cluster has {count}")
         return None, size
+
+    def homes_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the places of these workers. ValueError if one is not there, or twice. For internal use."""
+        there, wanted = {peer.index for peer in self.context.workers}, set(indices)
+        if not indices or len(wanted) < len(indices) or not wanted <= there:
+            raise ValueError(
+                f"workers is {list(indices)}; give different indices of workers; the cluster has "
+                f"{tasks_in_words(sorted(there))}"
+            )
+        return self._dispatcher.places(indices)

@@ -59,7 +59,7 @@ class GangRuns:
                 self._overtime.stop_strays(left_behind)
             for gang in ended:
                 self._finish(gang)
-            if not ended:
+            if all(gang.error is None for gang in ended):
                 break  # else the error of one may have ended others
         self._place()
         if not self._watches and any(gang.has_enough for gang in self._scheduler.gangs.running):

@@ -81,7 +81,7 @@ def decode_call(
     call = decode(value, attachments=attachments, resolve_handle=resolve_handle, resolve_record=resolve_record)
     match call:
         case (tuple() as args, dict() as kwargs) if isinstance(call, tuple):
-            if all(isinstance(name, str) for name in kwargs):
+            if not kwargs or all(isinstance(name, str) for name in kwargs):
                 return args, kwargs
     raise ProtocolError("the arguments of a call are not a tuple (args, kwargs)")
 
@@ -126,6 +126,8 @@ def _get_items(decoder: _Decoder, items: Sequence[value_pb2.Value], depth: int) 
 
 def _get_dict(decoder: _Decoder, value: value_pb2.Value, depth: int) -> dict[Any, Any]:
     pairs = value.dict
+    if depth < MAX_DEPTH and not pairs.keys and not pairs.values:
+        return {}
     keys = _get_items(decoder, pairs.keys, depth)
     values = _get_items(decoder, pairs.values, depth)
     if len(keys) != len(values):

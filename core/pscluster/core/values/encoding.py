@@ -274,6 +274,8 @@ def _put_dict(encoder: _Encoder, obj: dict[Any, Any], value: value_pb2.Value, de
     value.dict.SetInParent()
     if depth >= MAX_DEPTH:
         raise UnsendableError(_TOO_DEEP)
+    if not obj:  # as nearly all named arguments of functions
+        return
     add_key, add_value = value.dict.keys.add, value.dict.values.add
     get = _PUT.get
     for key, item in obj.items():

@@ -48,6 +48,12 @@ def _the_same(mesh: Mesh) -> Mesh:
     return mesh
 
 
+@functools.lru_cache(maxsize=1024)
+def _one_type(of: ArrayType) -> ArrayType:
+    """Return the first of equal types: what one program stores and another one reads is compared quickly."""
+    return of
+
+
 @functools.lru_cache(maxsize=128)
 def parse(text: str) -> Program:
     """Return the program of a text. Raise ProtocolError, which says what is wrong, if it makes no sense."""
@@ -153,7 +159,7 @@ class _Reader:
                 self._refuse(f"an array that is {layout!r} can't be partial over {dims}")
         if self._text(combine, "what combines terms") not in COMBINES:
             self._refuse(f"terms can't be combined by {combine!r:.100}")
-        return ArrayType(shape, dtype_named(self._text(dtype, "an element type")), layout, dims, combine)
+        return _one_type(ArrayType(shape, dtype_named(self._text(dtype, "an element type")), layout, dims, combine))
 
     def _read(self, register: Any) -> int:
         if not self._written[self._whole(register, "a register", len(self._arrays))]:

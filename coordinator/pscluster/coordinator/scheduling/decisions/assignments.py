@@ -231,7 +231,9 @@ class Assignments(TaskQueue[P]):
 
     def has_nothing_for(self, index: int) -> bool:
         """Return whether nothing is queued, and a free worker could not take anything over from another."""
-        return self.workers[index].free and not self.queued and len(self._most_given()[1]) < 2
+        if not self.workers[index].free or self.queued:
+            return False
+        return max([len(worker.sent) for worker in self.workers]) < 2 or len(self._most_given()[1]) < 2
 
     def begin_recall(self, index: int) -> None:
         """Note that a worker is being asked for some of its tasks: nothing is stolen from it meanwhile."""

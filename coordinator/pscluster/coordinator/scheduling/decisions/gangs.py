@@ -218,8 +218,11 @@ class Gangs(Generic[P]):
 
     def _is_up(self, index: int) -> bool:
         worker = self._workers[index]
-        behind = any(task.gang is not None and task.gang.state is GangState.DONE for task in worker.strays.values())
-        return worker.up and not worker.leaving and not behind
+        if not worker.up or worker.leaving:
+            return False
+        if not worker.strays:
+            return True
+        return not any(task.gang is not None and task.gang.state is GangState.DONE for task in worker.strays.values())
 
     def holds(self, index: int) -> Gang[P] | None:
         """Return the gang that keeps later tasks from this worker, if one does."""
