@@ -93,6 +93,7 @@ class _OnWorkers:
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
         self._values = values
+        self._fetched: Fetched | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for all workers, also if the program has failed on one."""
@@ -104,7 +105,9 @@ class _OnWorkers:
 
     def result(self) -> Fetched:
         """Return what all workers have fetched."""
-        return [value.fetch(0) for value in self._values]
+        if self._fetched is None:
+            self._fetched = [value.fetch(0) for value in self._values]
+        return self._fetched
 
 
 class _Step:

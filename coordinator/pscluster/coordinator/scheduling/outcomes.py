@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from pscluster.coordinator.scheduling.calls.call import Call, step_of
+from pscluster.coordinator.scheduling.calls.call import Call, add_step
 from pscluster.coordinator.scheduling.calls.function_errors import (
     raised,
     says_data_unread,
@@ -169,7 +169,10 @@ class Outcomes:
         full = self._scheduler.full
         position, now = self._scheduler.reserve(index, len(tasks)), time.monotonic()
         term, placements = self._state.term, self._state.placements
-        connection.send(position, [step_of(task, task.attempts + 1, term, placements) for task in tasks])
+        request = worker_pb2.StepsRequest(position=position)
+        for task in tasks:
+            add_step(request, task, task.attempts + 1, term, placements)
+        connection.send(request)
         self._scheduler.give(index, tasks, position, now)
         self._state.metrics.sent(tasks, now)
         handle.heard, handle.sent = now, position + len(tasks) - 1

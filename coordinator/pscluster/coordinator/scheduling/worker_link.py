@@ -24,7 +24,7 @@ import grpc
 import tenacity
 
 from pscluster.coordinator.scheduling.answers import Answers
-from pscluster.coordinator.scheduling.calls.call import Call, fill_arguments, step_of
+from pscluster.coordinator.scheduling.calls.call import Call, add_step, fill_arguments
 from pscluster.coordinator.scheduling.calls.function_errors import (
     deadly,
     not_begun,
@@ -299,17 +299,21 @@ class WorkerLink:
             ready = await self._prepare(connection, tasks, positions)
             handle.heard = time.monotonic()
             if ready:
-                connection.send(positions[0], [self._message(task) for task in ready])
+                request = worker_pb2.StepsRequest(position=positions[0])
+                for task in ready:
+                    self._add_step(request, task)
+                connection.send(request)
                 handle.sent = positions[0] + len(ready) - 1
             await self._definitions.forget_unused(self._index, handle, connection)
             del tasks, ready  # so as not to hold their arrays and handles until there is something new to send
 
-    def _message(self, task: Task[Call]) -> worker_pb2.Step:
-        if not self._has(task):  # recalled or cancelled: the worker will skip its position
-            with self._state.lock:
-                self._scheduler.stray_ended(self._index, task.id)
-            return worker_pb2.Step()
-        return step_of(task, task.attempts, self._state.term, self._state.placements)
+    def _add_step(self, request: worker_pb2.StepsRequest, task: Task[Call]) -> None:
+        if self._has(task):
+            add_step(request, task, task.attempts, self._state.term, self._state.placements)
+            return
+        with self._state.lock:
+            self._scheduler.stray_ended(self._index, task.id)
+        request.steps.add()  # recalled or cancelled: the worker will skip its position
 
     async def _prepare(
         self, connection: WorkerConnection, tasks: list[Task[Call]], positions: list[int]

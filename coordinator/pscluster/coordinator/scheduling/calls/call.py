@@ -102,9 +102,10 @@ def fill_arguments(call: Call) -> None:
     call.remote = _NOTHING
 
 
-def step_of(task: Task[Call], attempt: int, term: int, placements: int) -> worker_pb2.Step:
+def add_step(request: worker_pb2.StepsRequest, task: Task[Call], attempt: int, term: int, placements: int) -> None:
+    """Add what runs a task to a message: in place, since messages are copied where they are put together."""
     call = task.payload
-    step = worker_pb2.Step(
+    step = request.steps.add(
         function=task.id,
         attempt=attempt,
         definition=call.function.digest,
@@ -120,7 +121,6 @@ def step_of(task: Task[Call], attempt: int, term: int, placements: int) -> worke
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)
         step.skips = task.data_retries_are_used_up and all(part.dataset.on_error == "skip" for part in call.parts)
-    return step
 
 
 def with_dependents(tasks: Iterable[Task[Call]]) -> list[Task[Call]]:

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -187,11 +187,13 @@ class WorkerConnection:
                 awake.check()
         return f"it has not answered for {silent:.0f} s"
 
-    def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
-        """Send functions. If they do not arrive the stream ends."""
+    def send(self, request: worker_pb2.StepsRequest) -> None:
+        """Send functions, with their position. If they do not arrive the stream ends."""
         assert self._stream is not None
-        new, self._resharded_told = self.resharded[self._resharded_told :], len(self.resharded)
-        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps, resharded=new)
+        request.incarnation = self.incarnation
+        if len(self.resharded) > self._resharded_told:
+            new, self._resharded_told = self.resharded[self._resharded_told :], len(self.resharded)
+            request.resharded.extend(new)
         reach("coordinator.send.before")
         self._stream.send(request.SerializeToString())
         reach("coordinator.send.after")
