@@ -102,9 +102,9 @@ class FakeConnection:
         """Leave when the test says so."""
         return await self.leaves.wait()
 
-    def send(self, position: int, steps: Sequence[worker_pb2.Step]) -> None:
+    def send(self, request: worker_pb2.StepsRequest) -> None:
         """Record the call."""
-        self.sent.append((position, list(steps)))
+        self.sent.append((request.position, list(request.steps)))
 
     def end_steps(self) -> None:
         """Record the call."""
