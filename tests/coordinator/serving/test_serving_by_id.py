@@ -77,7 +77,7 @@ def test_lookups_are_those_of_the_job(made: Made) -> None:
             served.lookup(wrong)
 
 
-@pytest.mark.parametrize("key", [by_id._KEY, 0])
+@pytest.mark.parametrize("key", [by_id._KEY, 0], ids=["random", "0"])
 def test_strings_are_looked_up(made: Made, key: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the key 0, some have one hash. Numbers are no strings, and a string that is too long is no id."""
     monkeypatch.setattr(by_id, "_KEY", key)

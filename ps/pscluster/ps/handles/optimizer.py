@@ -270,7 +270,7 @@ class Optimizer(Handle):
         if plan is None:
             plan = GradientPlan(self)
             while len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans), key), None)
+                self._plans.pop(next(iter(list(self._plans)), key), None)  # a copy: other threads add plans, too
             self._plans[key] = plan
         return plan
 
