@@ -22,6 +22,7 @@ from tests.worker.collectives import member
 from tests.worker.collectives.host import Host, as_member, gang_of
 from tests.worker.collectives.hosts import TOKEN, Running, hosts_of
 
+from pscluster.core.context import FunctionContext
 from pscluster.core.errors import (
     MemberTimeoutError,
     MemberUnavailableError,
@@ -41,6 +42,7 @@ from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import incoming
 from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.gang import Gang, Member
+from pscluster.worker.collectives.membership import Membership
 from pscluster.worker.collectives.replica import ReplicaContext
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -320,3 +322,29 @@ def test_a_process_that_dies_or_freezes(how: str) -> None:
         assert ("broadcast" if how == "frozen while sending" else "all_reduce") in said
     finally:
         host.close()
+
+
+def test_a_mailbox_is_made_at_first_use() -> None:
+    """By the function or by what arrives, once; of one whose function has ended, nothing is kept."""
+    pool = ConnectionPool(make_identity("worker", 0), RoleOptions())
+    membership = Membership(pool)
+    context = FunctionContext(function=1, attempt=1, worker_index=0, num_workers=2)
+    try:
+        with membership.member(gang_of([("a:1", 1), ("b:1", 2)], 0), context):
+            (hosted,) = membership.gangs._hosted.values()
+            links: Any = context.replica._gang
+            assert links._mailbox is None
+            context.cancel()  # there is nobody to wake
+            assert links._mailbox is None
+            made = hosted.mailbox
+            assert made is links.mailbox
+            assert made is not None
+            assert made.arrive(1, 1, 8) is not None
+        assert hosted.mailbox is None
+        assert made.arrive(1, 2, 8) is None
+        with membership.member(gang_of([("a:1", 1), ("b:1", 2)], 0, generation=2), context):
+            links = context.replica._gang
+        assert links._mailbox is None
+        assert links.mailbox.arrive(1, 1, 8) is None, "what looked for it just before the function ended"
+    finally:
+        membership.close()
