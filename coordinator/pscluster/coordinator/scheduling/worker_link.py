@@ -299,21 +299,21 @@ class WorkerLink:
             ready = await self._prepare(connection, tasks, positions)
             handle.heard = time.monotonic()
             if ready:
-                request = worker_pb2.StepsRequest(position=positions[0])
-                for task in ready:
-                    self._add_step(request, task)
-                connection.send(request)
+                connection.send(self._request(positions[0], ready))
                 handle.sent = positions[0] + len(ready) - 1
             await self._definitions.forget_unused(self._index, handle, connection)
             del tasks, ready  # so as not to hold their arrays and handles until there is something new to send
 
-    def _add_step(self, request: worker_pb2.StepsRequest, task: Task[Call]) -> None:
-        if self._has(task):
-            add_step(request, task, task.attempts, self._state.term, self._state.placements)
-            return
-        with self._state.lock:
-            self._scheduler.stray_ended(self._index, task.id)
-        request.steps.add()  # recalled or cancelled: the worker will skip its position
+    def _request(self, position: int, tasks: Sequence[Task[Call]]) -> worker_pb2.StepsRequest:
+        request = worker_pb2.StepsRequest(position=position)
+        for task in tasks:
+            if self._has(task):
+                add_step(request, task, task.attempts, self._state.term, self._state.placements)
+                continue
+            with self._state.lock:
+                self._scheduler.stray_ended(self._index, task.id)
+            request.steps.add()  # recalled or cancelled: the worker will skip its position
+        return request
 
     async def _prepare(
         self, connection: WorkerConnection, tasks: list[Task[Call]], positions: list[int]
