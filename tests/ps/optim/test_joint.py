@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscluster.ps.optim.joint import Part, apply_together
+from pscluster.ps.optim.joint import Part, apply_together, views_of
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
 from pscluster.ps.optim.rules import RULES, SGD, Adam, Ftrl, RMSprop, UpdateRule
 
@@ -41,7 +41,8 @@ def test_every_rule_gives_the_same(rule: UpdateRule, dtype: str) -> None:
                 apply_dense(rule, param, grad, slots, step)
             else:
                 apply_rows(rule, param, ids, grad, slots, step)
-            parts.append(Part([copy, *(copies[name] for name in rule.slots)], grad.reshape(-1), ids))
+            arrays = [copy, *(copies[name] for name in rule.slots)]
+            parts.append(Part(views_of(arrays, by_rows=ids is not None), grad.reshape(-1), ids))
         apply_together(rule, parts, step)
         for (param, slots), (copy, copies) in zip(alone, together, strict=True):
             for expected, found in zip((param, *slots.values()), (copy, *copies.values()), strict=True):

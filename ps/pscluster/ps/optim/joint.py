@@ -23,9 +23,17 @@ MAX_ELEMENTS = 128 << 10
 class Part(NamedTuple):
     """A gradient and what it changes; all arrays of all parts are of the same type, float32 or float64."""
 
-    arrays: Sequence[Array]  # the parameter, and its slots in the rule's order; contiguous, for ids (rows, width)
+    arrays: Sequence[Array]  # views of the parameter, and of its slots in the rule's order; see `views_of`
     grad: Array  # flat; may be read-only and unaligned
     ids: Ids | None  # the rows that it is for, strictly ascending; None: all
+
+
+def views_of(arrays: Sequence[Array], *, by_rows: bool) -> list[Array]:
+    """Return contiguous arrays as a `Part` has them: flat or, for a gradient by rows, their rows as opaque items.
+
+    By rows, each is of shape (rows, width), with a width above 0.
+    """
+    return [items_of(array) if by_rows else array.reshape(-1) for array in arrays]
 
 
 def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
@@ -47,11 +55,9 @@ def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
         for array, block in zip(arrays, blocks, strict=True):
             rows = block[start:stop]
             if ids is None:
-                array = array.reshape(-1)
                 rows[:] = array
                 moves.append((array, ..., rows))
             else:
-                array = items_of(array)
                 rows = rows.view(array.dtype)
                 array.take(ids, out=rows, mode="clip")  # else NumPy writes through a buffer
                 moves.append((array, ids, rows))

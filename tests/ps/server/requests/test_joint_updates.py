@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -160,6 +161,35 @@ def test_what_is_known_of_gradients_follows_the_optimizer() -> None:
     averaging = ps_pb2.OptimizerSpec(id=1, name=rule.name, rule=rule.name, ema_momentum=0.5)
     store.put_optimizer(HeldOptimizer(averaging, rule))
     assert joins() == [0, 0]
+
+
+def test_new_arrays_take_the_places_of_those_that_were_known() -> None:
+    """Gradients change the shard's present values and slots, and nothing keeps the memory of former ones."""
+    ours, others = new_store(), new_store()
+    rng = np.random.default_rng(3)
+    former: list[weakref.ref[npt.NDArray[Any]]] = []
+    for function, optimizer in enumerate((1, 1, 2, 1, 1, 1), 1):
+        gradients: list[Gradient] = [(n, None, rng.normal(size=SHAPES[n]).astype("f")) for n in (1, 3)]
+        gradients += [(n, [0, 3], rng.normal(size=(2, *SHAPES[n][1:])).astype("f")) for n in (2, 4)]
+        push(ours, gradients, function, optimizer)
+        for gradient in gradients:
+            push(others, [gradient], function, optimizer)
+        assert state_of(ours) == state_of(others)
+        for store in (ours, others):
+            for number in (1, 2, 3, 4):
+                shard = store.directory.variables[number].shards[0]
+                former.append(weakref.ref(shard.array))
+                if function in (2, 3):  # as a large value that is assigned whole
+                    assert shard.replace(shard.array + 1)
+                    assert former[-1]() is None
+                elif function == 4:  # as a checkpoint is restored
+                    former += [weakref.ref(array) for array in shard.slots[1].values()]
+                    arrays = {name: array.copy() for name, array in shard.arrays().items() if name.startswith("slot/1")}
+                    shard.slots.clear()
+                    shard.put(arrays)
+                    assert former[-1]() is None
+                elif function == 5:  # as those of a deleted optimizer that is declared anew
+                    del shard.slots[1], shard.steps[1]
 
 
 def test_a_shard_in_use_is_waited_for_with_no_other_lock_held() -> None:

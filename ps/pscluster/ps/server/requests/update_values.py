@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.ps.optim.joint import Part, apply_together
+from pscluster.ps.optim.joint import Part, apply_together, views_of
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
 from pscluster.ps.optim.row_sums import deduplicate
 from pscluster.ps.server.embedding import tables
@@ -22,6 +22,7 @@ from pscluster.ps.server.requests.payload import Ids, Payload
 from pscluster.ps.server.requests.selection import Array, table_of
 from pscluster.ps.server.requests.update_checks import ARITHMETIC
 from pscluster.ps.server.state.metadata import Metadata
+from pscluster.ps.server.state.shard import GradientViews
 from pscluster.ps.spec import OWN_RULE
 from pscluster.v1 import ps_pb2
 
@@ -190,21 +191,37 @@ def apply_joined(changes: Sequence[tuple[Change, Ids | None]], payload: Payload)
     first, _ = changes[0]
     assert first.optimizer is not None  # see `plain_gradient`
     optimizer, rule, dtype = first.optimizer.spec.id, first.optimizer.rule, first.held.dtype
-    parts, names = [], list(rule.slots)
+    parts = []
     for change, ids in changes:
         shard = change.shard
         if optimizer not in shard.slots:
             have_slots(change)
-        slots = shard.slots[optimizer]
-        arrays = [shard.array, *[slots[name] for name in names]]
         if ids is None:
             shard.before_span_changes(0, shard.array.size)
         else:
             shard.before_rows_change(ids)
-            if shard.array.ndim != 2:
-                arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
-        parts.append(Part(arrays, payload.array(change.values_at, change.joins, dtype), ids))
+        views = _views_of(change, shard.slots[optimizer], by_rows=ids is not None)
+        parts.append(Part(views, payload.array(change.values_at, change.joins, dtype), ids))
     step = first.shard.steps.get(optimizer, 0) + 1
     apply_together(rule, parts, step)
     for change, _ in changes:
         change.shard.steps[optimizer] = step
+
+
+def _views_of(change: Change, slots: dict[str, Array], *, by_rows: bool) -> list[Array]:
+    """Return what such a gradient changes, as `views_of`. It is kept for the next one, which nearly always finds it."""
+    shard, optimizer = change.shard, change.optimizer
+    assert optimizer is not None
+    form = shard.gradients
+    if form is not None and form.optimizer is not optimizer:  # another request's, since this one was checked
+        form = None
+    known = None if form is None else form.views.get(by_rows)
+    if known is not None and known.array is shard.array and known.slots is slots:
+        return known.views
+    arrays = [shard.array, *[slots[name] for name in optimizer.rule.slots]]
+    if by_rows:
+        arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
+    views = views_of(arrays, by_rows=by_rows)
+    if form is not None:
+        form.views[by_rows] = GradientViews(shard.array, slots, views)
+    return views

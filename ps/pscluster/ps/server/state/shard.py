@@ -16,8 +16,8 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,14 @@ class ChangedPages:
             self._changed[np.minimum(first + ahead, last)] = True
 
 
+class GradientViews(NamedTuple):
+    """Views of what plain gradients of a shard change; valid while it has this array, and this dictionary of slots."""
+
+    array: Array
+    slots: dict[str, Array]
+    views: list[Array]  # see `joint.views_of`
+
+
 @dataclass(slots=True)
 class GradientForm:
     """What plain gradients of a shard by one optimizer have in common: see `pscluster.ps.server.requests.changes`.
@@ -107,6 +115,8 @@ class GradientForm:
     nbytes: int  # of a gradient of the whole shard
     row_bytes: int  # of that of a row; 0: there are no rows
     joins: bool  # whether they may be applied together with others, if they are small
+    # By whether a gradient is for rows. Needs the shard's lock. Dropped with the form when the shard has new arrays.
+    views: dict[bool, GradientViews] = field(default_factory=dict)
 
 
 def pages_in(elements: int) -> int:
@@ -158,6 +168,7 @@ class Shard:
 
     def put(self, arrays: Mapping[str, Array]) -> None:
         """Install slots and averages, named as in `arrays`."""
+        self.gradients = None  # which has views of the old ones
         for name, array in arrays.items():
             kind, _, rest = name.partition("/")
             if kind == "slot":
@@ -238,7 +249,7 @@ class Shard:
         """Replace the array, unless a snapshot would hold the old one; return whether that is done. Needs the lock."""
         if self._snapshots or self.pages is not None:
             return False
-        self.array = array
+        self.array, self.gradients = array, None  # which has views of the old one
         return True
 
     def check_here(self, name: str) -> None:
