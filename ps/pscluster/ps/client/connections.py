@@ -61,7 +61,11 @@ class Session:
         self.nth += 1
         self.begin, self.rested = time.monotonic(), 0.0
         self._exchange.begin(timeout)
-        for frame in _frames(parts, self.stream.frame_bytes):
+        most = self.stream.frame_bytes
+        if sum(map(len, parts)) <= most + BESIDE_PAYLOAD_BYTES:
+            self.stream.send(*parts)
+            return
+        for frame in _frames(parts, most):
             self.stream.send(*frame)
 
     def rest(self) -> None:
@@ -92,10 +96,7 @@ class Session:
 
 
 def _frames(parts: Sequence[Buffer], most: int) -> Iterator[Sequence[Buffer]]:
-    """Yield a session's request as the messages of its stream: one, unless it is too large for that."""
-    if sum(map(len, parts)) <= most + BESIDE_PAYLOAD_BYTES:
-        yield parts
-        return
+    """Yield a session's request as messages of its stream: for one that is too large for a single message."""
     head, payload = unpack(b"".join(parts), ps_pb2.Request)
     head.last = False
     yield parts_of(head)

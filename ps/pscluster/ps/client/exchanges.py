@@ -311,9 +311,9 @@ class Exchanges:
         try:
             for index, data in requests.items():
                 with contextlib.suppress(grpc.RpcError, UnavailableError):  # retried below
-                    self.server(index).check()
-                    session = self.server(index).take_session()
-                    begun[index] = session
+                    server = self.server(index)
+                    server.check()
+                    session = begun[index] = server.take_session()
                     session.send(data, self.timeout)
         except BaseException:
             for session in begun.values():

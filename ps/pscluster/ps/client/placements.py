@@ -15,7 +15,6 @@ resharded, and then has other shards: see `cuts`.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -93,12 +92,19 @@ class Placements:
 
     def following_begun(self, attempt: Callable[[], Phases[T]]) -> Phases[T]:
         """Do what `following` does. The first attempt is begun, once this is; the others are made at once."""
-        first: list[Begun[T]] = []
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(ShardMovedError):  # it is raised again below
-                first.append(stack.enter_context(contextlib.closing(Begun(attempt()))))
-            yield bool(first) and first[0].is_under_way
-            return self.following(lambda: first.pop().finish() if first else run(attempt()))
+        first: Begun[T] | None = None
+        begun: list[Begun[T]] = []  # until it is finished
+        try:
+            try:
+                first = Begun(attempt())
+                begun.append(first)
+            except ShardMovedError:  # it is raised again below
+                pass
+            yield first is not None and first.is_under_way
+            return self.following(lambda: begun.pop().finish() if begun else run(attempt()))
+        finally:
+            if first is not None:
+                first.close()
 
     def following(self, attempt: Callable[[], T]) -> T:
         """Return what the attempt returns, which is repeated when a shard turns out to have moved."""

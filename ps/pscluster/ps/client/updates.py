@@ -97,9 +97,10 @@ class Updater:
                 updates = self._encoded(updates, term, pushes)
             yield from self._applying_once(updates, term, function, pushes)
         finally:
-            with contextlib.suppress(KeyError):  # after Ctrl-C, large requests may still be answered on other threads
-                while True:
-                    self._residuals.fail(pushes.popitem()[1])
+            if pushes:
+                with contextlib.suppress(KeyError):  # after Ctrl-C, large ones may still be answered on other threads
+                    while True:
+                        self._residuals.fail(pushes.popitem()[1])
 
     def _encoded(self, updates: Sequence[ShardUpdate], term: int, pushes: dict[int, Push]) -> list[ShardUpdate]:
         """Return updates as they are to be sent; add what is to be acknowledged of them, by their ids."""
