@@ -38,8 +38,7 @@ class Maker(Protocol):
 class _Share(NamedTuple):
     """What a shard gets of each gradient, and the fields of its update."""
 
-    index: Any  # of the shard, in the gradient; None: all of it. Of rows its columns
-    item: bytes  # without what differs from step to step
+    index: Any  # of the shard, in the gradient, or in the shard's rows; None: all of it
     server: int
     name: str
     dtype: np.dtype[Any] | None
@@ -61,9 +60,10 @@ class _Plan(NamedTuple):
 
     pairs: Sequence[_Planned]
     partitions: tuple[Partition, ...]
+    items: bytes  # of all shards, in a request, to be parsed at once; without what differs from step to step
 
 
-_NONE = _Plan((), ())
+_NONE = _Plan((), (), b"")
 
 _ATTEMPTS = 3
 """How often a plan is tried for."""
@@ -101,7 +101,7 @@ class GradientPlan:
 def _plan_of(pairs: Pairs, updates: Sequence[ShardUpdate]) -> _Plan:
     """Return what to keep of the updates by these pairs: nothing if they are not one of each shard."""
     planned: list[_Planned] = []
-    rest = iter(updates)
+    rest, request = iter(updates), ps_pb2.UpdateRequest()
     for gradient, variable in pairs:
         by_rows = isinstance(gradient, IndexedSlices)
         partition, shares = variable.partition, []
@@ -113,19 +113,19 @@ def _plan_of(pairs: Pairs, updates: Sequence[ShardUpdate]) -> _Plan:
                 return _NONE
             if by_rows and (update.encoding is not None or variable.splits_ids or variable.dtype.itemsize <= 2):
                 return _NONE
-            item = ps_pb2.UpdateItem()
-            item.CopyFrom(update.item)
-            item.ClearField("weight")
+            request.items.append(update.item)
+            request.items[-1].ClearField("weight")
             index: Any = None if partition.num_shards == 1 else partition.index(shard)
             if by_rows:
-                index = variable.columns(shard)
+                whole_rows = partition.num_shards == len(partition.ends[0])
+                index = None if whole_rows else (slice(None), *variable.columns(shard))
             fields = update.server, update.name, update.dtype, update.asynchronous, update.encoding
-            shares.append(_Share(index, item.SerializeToString(), *fields))
+            shares.append(_Share(index, *fields))
         planned.append(_Planned(variable, variable.id, shares, variable.shape[1:] if by_rows else None))
     of_rows = [kept.variable for kept in planned if kept.row_shape is not None]
     if len({(variable.dtype, variable.shape[1:]) for variable in of_rows}) > 1:
         return _NONE  # they would need several plans of rows
-    return _Plan(planned, tuple(variable.partition for variable in of_rows))
+    return _Plan(planned, tuple(variable.partition for variable in of_rows), request.SerializeToString())
 
 
 def _fits(kept: _Planned, pair: tuple[Any, Variable]) -> bool:
@@ -151,23 +151,23 @@ def _fits(kept: _Planned, pair: tuple[Any, Variable]) -> bool:
 def _filled(plan: _Plan, pairs: Pairs, examples: float | None) -> list[ShardUpdate]:
     updates: list[ShardUpdate] = []
     of_rows = _of_rows(plan, pairs) if plan.partitions else iter(())
-    parsed, function = ps_pb2.UpdateItem.FromString, current_function()
+    items, function = iter(ps_pb2.UpdateRequest.FromString(plan.items).items), current_function()
     is_numbered = function is not None and bool(function.function)
     for (_, number, shares, row_shape), (gradient, _) in zip(plan.pairs, pairs, strict=True):
         nth = function.nth_update(number) if function is not None and is_numbered else 1
-        for index, serialized, server, name, dtype, asynchronous, encoding in shares:
-            item = parsed(serialized)
+        for index, server, name, dtype, asynchronous, encoding in shares:
+            item = next(items)
             item.nth = nth
             if examples is not None:
                 item.weight = examples
             ids, values, is_owned = None, cast(Array, gradient), False
             if row_shape is not None:
                 ids, values, is_owned = next(of_rows)
-                values = values[(slice(None), *index)]
+            if index is not None:
+                values = values[index]
+            if ids is not None:
                 item.rows.ids = len(ids)
                 item.value_bytes = values.nbytes
-            elif index is not None:
-                values = values[index]
             data = view(np.ascontiguousarray(values))
             updates.append(ShardUpdate(server, item, data, ids, name, dtype, asynchronous, encoding, is_owned))
     return updates
