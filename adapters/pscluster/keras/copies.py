@@ -73,7 +73,7 @@ class Copy(ABC):
         self._applied: AppliedGradients | None = None
         self._built = False
         self._additive = False
-        self.plan: GradientPlan | None = None  # of steps whose gradients are all dense
+        self.plan: GradientPlan | None = None  # of models without tables; see `Optimizer.plan_for`
 
     @property
     def weights(self) -> list[Any]:

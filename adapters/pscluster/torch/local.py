@@ -63,6 +63,7 @@ class LocalModule:
         self._held = _held_by(self._parts)
         self._buffers_read: list[bytes] = []
         self._versions: list[int] = []  # of the parameters that are no tables, when a step begins
+        # Which tables have gradients may differ from step to step: their optimizer has a plan for each set.
         self._optimizers = [
             optimizer if any(name in self.tables for name in names) else GradientPlan(optimizer)
             for optimizer, names in served.groups

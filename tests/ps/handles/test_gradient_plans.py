@@ -171,6 +171,11 @@ def test_gradients_by_hand_are_sent_by_a_plan(strategy: ParameterServerStrategy,
         sgd.apply_gradients([(np.ones((4, 2), np.float32), table)])
     assert uses == [1] * 4
     assert table.numpy().tolist() == [[-8, -8], [-4, -4], [-12, -12], [-4, -4]]
+    for _ in range(2):  # by the same plans: frameworks' models with tables have these
+        apply_all([Applied(sgd, [(IndexedSlices(-np.ones((3, 2), np.float32), np.array([2, 0, 2])), table)])])
+        apply_all([Applied(sgd, [(-np.ones((4, 2), np.float32), table)])])
+    assert uses == [1] * 8
+    assert table.numpy().tolist() == [[-4, -4], [-2, -2], [-6, -6], [-2, -2]]
     with pytest.raises(TypeError, match="takes pairs"):
         sgd.apply_gradients([table])  # type: ignore[list-item]
 

@@ -260,11 +260,11 @@ class Optimizer(Handle):
         """
         pairs = list(grads_and_vars)
         with self._client.gate:
-            if updates := self._plan_for(pairs).updates_of(pairs, examples=examples):
+            if updates := self.plan_for(pairs).updates_of(pairs, examples=examples):
                 self._client.update(updates)
 
-    def _plan_for(self, pairs: Sequence[Any]) -> GradientPlan:
-        """Return the plan for gradients of these variables, as far as they are pairs."""
+    def plan_for(self, pairs: Sequence[Any]) -> GradientPlan:
+        """Return the plan for gradients of these variables, as far as they are pairs; for internal use."""
         key = tuple([(type(pair[0]), id(pair[1])) if _is_pair(pair) else None for pair in pairs])
         plan = self._plans.get(key)
         if plan is None:

@@ -84,7 +84,8 @@ def apply_all(
     with variables[0].client.gate:
         updates: list[ShardUpdate] = []
         for optimizer, pairs in gradients:
-            updates += optimizer.updates_of(pairs, examples=examples)
+            plan = optimizer.plan_for(pairs) if isinstance(optimizer, Optimizer) else optimizer
+            updates += plan.updates_of(pairs, examples=examples)
         for kind, value, variable in others:
             updates += variable.shard_updates(kind, value)
         if updates:
