@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,18 +245,28 @@ class running:  # noqa: N801 - it is used like a function
         _current.reset(self._token)
 
 
-@contextmanager
-def on_behalf_of(context: FunctionContext) -> Iterator[None]:
+class _OnBehalf:
+    """What `on_behalf_of` returns: a push begins and ends in one, so it costs less than a generator would."""
+
+    __slots__ = ("_background", "_context", "_function")
+
+    def __init__(self, context: FunctionContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._function, self._background = _current.set(self._context), _in_background.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _in_background.reset(self._background)
+        _current.reset(self._function)
+
+
+def on_behalf_of(context: FunctionContext) -> AbstractContextManager[None]:
     """Do a function's reads and updates in the block, on a thread where its code does not run.
 
     Threads that run elsewhere do not find it here: they belong to the function whose code runs.
     """
-    function, background = _current.set(context), _in_background.set(True)
-    try:
-        yield
-    finally:
-        _in_background.reset(background)
-        _current.reset(function)
+    return _OnBehalf(context)
 
 
 def in_background() -> bool:
