@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
     calls: list[tuple[Any, str]] = [
         (lambda: np.add(array, 1, out=host), "with out=, since arrays do not change"),
         (lambda: np.add(array, 1, where=host > 0), "use numpy.where"),
-        (lambda: np.sum(array, where=host > 0), "sum is not there for global arrays with where=: use numpy.where"),
+        (lambda: np.sum(array, where=host > 0, out=host), "sum is not there for global arrays with out="),
         (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
         (lambda: np.add.at(array, 0, 1), "add.at is not there"),
         (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),
@@ -145,6 +145,14 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
             call()
     with pytest.raises(MisuseError, match=r"shape \(100, 100\), 80,000 bytes.*distribute"):
         spmd.ones((100, 100), layout=Layout(["x", None], mesh)) + np.ones((100, 100))
+    with pytest.raises(TypeError, match=r"to dtype\('bool'\) according to the rule 'safe'"):
+        np.sum(array, where=array)
+    with pytest.raises(ValueError, match=r"where= of shape \(2, 5\) can't be broadcast to the array's, \(7, 5\)"):
+        np.sum(array, where=array[:2] > 1)
+    with pytest.raises(ValueError, match="has to specify 'initial'"):
+        np.max(array, where=array > 1)
+    of_mask: Any = np.mean(host + 2, where=array > -1)  # only the mask is a global array
+    assert of_mask.full() == 2
     other = spmd.create_mesh({"x": 6})
     with pytest.raises(spmd.LayoutError, match="lie on different meshes"):
         array + spmd.ones((7, 5), layout=Layout.replicated(other, 2))

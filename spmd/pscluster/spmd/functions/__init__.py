@@ -9,6 +9,7 @@ from pscluster.spmd.functions import elementwise as elementwise
 from pscluster.spmd.functions import indexing as indexing
 from pscluster.spmd.functions import joining as joining
 from pscluster.spmd.functions import linear_algebra as linear_algebra
+from pscluster.spmd.functions import norms as norms
 from pscluster.spmd.functions import products as products
 from pscluster.spmd.functions import queries as queries
 from pscluster.spmd.functions import reductions as reductions

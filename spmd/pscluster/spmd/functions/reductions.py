@@ -14,9 +14,11 @@ import numpy as np
 from pscluster.spmd.functions.applying import (
     Result,
     apply,
+    as_tensor,
     axes_of,
     block,
     implements,
+    mesh_of,
     normal_axes,
     normal_axis,
     numpys,
@@ -42,9 +44,11 @@ def reduce(
 ) -> DTensor:
     """Reduce an array by a ufunc, as `ufunc.reduce` does. Over a sharded axis, blocks' results are combined by it."""
     name = f"{ufunc.__name__}.reduce"
-    refuse_out(name, {"out": out, "where": where})
+    refuse_out(name, {"out": out})
     if COMBINES.get(ufunc.__name__) is not ufunc:
         raise unsupported(name)
+    if not is_everything(where):
+        array = _only(ufunc, array, dtype, initial, where)
     axes = normal_axes(axis, array.ndim)
     kwargs: dict[str, Any] = {"axis": axes, "keepdims": bool(keepdims)}
     if dtype is not None:
@@ -57,6 +61,47 @@ def reduce(
     result = reduced(array, axes, of, keepdims=bool(keepdims))
     combine = "" if "initial" in kwargs else ufunc.__name__  # which would count once for every block
     return apply(name, [array], [axes_of(array)], [result], [block(0)], kwargs, combine=combine)[0]
+
+
+def is_everything(where: Any) -> bool:
+    """Return whether this `where` leaves nothing out."""
+    return where is True or where is _NO_VALUE
+
+
+def _only(ufunc: np.ufunc, array: Any, dtype: Any, initial: Any, where: Any) -> DTensor:
+    """Return an array in whose place it can be reduced where `where` is true: elsewhere it has what changes nothing."""
+    if initial is _NO_VALUE:
+        initial = ufunc.identity
+    if initial is None:
+        raise ValueError(  # NumPy's words
+            f"reduction operation '{ufunc.__name__}' does not have an identity, so to use a where mask one has to "
+            "specify 'initial'"
+        )
+    array, mask = masked(array, where)
+    (of,) = probe(ufunc.reduce, array, axis=None, **({} if dtype is None else {"dtype": np.dtype(dtype).name}))
+    neutral = initial if ufunc.identity is None else ufunc.identity
+    result: DTensor = xp.where(mask, array.astype(of), np.asarray(neutral).astype(of).item())
+    return result
+
+
+def masked(array: Any, where: Any) -> tuple[DTensor, DTensor]:
+    """Return an array and the mask of a `where`, both global. Raise what NumPy raises if they do not fit."""
+    if not isinstance(where, DTensor):
+        where = np.asarray(where) if hasattr(where, "dtype") else np.asarray(where, bool)
+    if where.dtype != np.bool_:
+        raise TypeError(f"Cannot cast array data from {where.dtype!r} to dtype('bool') according to the rule 'safe'")
+    array = array if isinstance(array, DTensor) else np.asarray(array)
+    pairs = zip(reversed(where.shape), reversed(array.shape), strict=False)
+    if where.ndim > array.ndim or any(of_mask not in (1, length) for of_mask, length in pairs):
+        raise ValueError(f"where= of shape {where.shape} can't be broadcast to the array's, {array.shape}")
+    mesh = mesh_of(array, where)
+    return as_tensor(array, mesh), as_tensor(where, mesh)
+
+
+def _counted_mask(a: Any, where: Any) -> tuple[Any, Any]:
+    """Return an array, and its mask in its own shape to count by."""
+    a, mask = masked(a, where)
+    return a, xp.logical_and(xp.ones_like(a, np.bool_), mask)
 
 
 def reduced(array: DTensor, axes: tuple[int, ...], dtype: np.dtype[Any], *, keepdims: bool) -> Result:
@@ -88,8 +133,8 @@ def _register(ufunc: np.ufunc, *functions: Any) -> None:
         if args:
             raise unsupported(name, "with that many positional arguments: name them")
         keep = keepdims is not _NO_VALUE and bool(keepdims)
-        refuse_out(name, {"out": out, "where": where})
-        return reduce(ufunc, a, axis, dtype, None, keep, initial)
+        refuse_out(name, {"out": out})
+        return reduce(ufunc, a, axis, dtype, None, keep, initial, where)
 
 
 _register(np.add, np.sum)
@@ -148,6 +193,12 @@ def _divided(total: DTensor, count: float, dtype: np.dtype[Any]) -> DTensor:
     return apply("divide_by", [total], [labels], [result], [block(0), count, dtype.name])[0]
 
 
+def _mean_of(a: DTensor, axis: Any, dtype: np.dtype[Any], mask: DTensor, *, keepdims: bool) -> Any:
+    """Return the mean of what a mask of the array's shape lets through."""
+    total = reduce(np.add, a, axis, dtype, None, keepdims, where=mask)
+    return xp.divide(total, reduce(np.add, mask, axis, keepdims=keepdims)).astype(dtype)
+
+
 def _count(a: DTensor, axis: Any) -> int:
     return math.prod(a.shape[at] for at in normal_axes(axis, a.ndim))
 
@@ -157,8 +208,13 @@ def mean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, *, where: Any = True
 ) -> Any:
     """See `numpy.mean`."""
-    refuse_out("mean", {"out": out, "where": True if where is _NO_VALUE else where})
+    refuse_out("mean", {"out": out})
+    mask = None
+    if not is_everything(where):
+        a, mask = _counted_mask(a, where)
     work, of = _mean_types(a, dtype)
+    if mask is not None:
+        return _mean_of(a, axis, work, mask, keepdims=_flag(keepdims)).astype(of)
     return _divided(reduce(np.add, a, axis, work, None, _flag(keepdims)), _count(a, axis), of)
 
 
@@ -176,17 +232,27 @@ def var(
     correction: Any = _NO_VALUE,
 ) -> Any:
     """See `numpy.var`."""
-    refuse_out("var", {"out": out, "where": True if where is _NO_VALUE else where})
+    refuse_out("var", {"out": out})
     if correction is not _NO_VALUE:
         ddof = correction
+    keep, mask = _flag(keepdims), None
+    if not is_everything(where):
+        a, mask = _counted_mask(a, where)
     work, of = _mean_types(a, dtype)
-    count = _count(a, axis)
-    centre = _divided(reduce(np.add, a, axis, work, None, True), count, work) if mean is _NO_VALUE else mean
+    if mean is not _NO_VALUE:
+        centre = mean
+    elif mask is None:
+        centre = _divided(reduce(np.add, a, axis, work, None, True), _count(a, axis), work)
+    else:
+        centre = _mean_of(a, axis, work, mask, keepdims=True)
     apart: Any = a - centre
     square = apart.real**2 + apart.imag**2 if apart.dtype.kind == "c" else apart * apart
-    of_real = np.empty(0, of).real.dtype
-    total = reduce(np.add, square, axis, np.empty(0, work).real.dtype, None, _flag(keepdims))
-    return _divided(total, max(count - ddof, 0), of_real)
+    of_real, work = np.empty(0, of).real.dtype, np.empty(0, work).real.dtype
+    if mask is None:
+        return _divided(reduce(np.add, square, axis, work, None, keep), max(_count(a, axis) - ddof, 0), of_real)
+    total = reduce(np.add, square, axis, work, None, keep, where=mask)
+    left = xp.maximum(reduce(np.add, mask, axis, keepdims=keep) - ddof, 0)
+    return xp.divide(total, left).astype(of_real)
 
 
 @implements(np.std)
@@ -195,9 +261,9 @@ def std(*args: Any, **kwargs: Any) -> Any:
     return xp.sqrt(var(*args, **kwargs))
 
 
-def _counted(a: DTensor, axis: Any, *, keepdims: bool) -> Any:
+def _counted(a: DTensor, axis: Any, *, keepdims: bool, where: Any = True) -> Any:
     """Return how many elements are not NaN."""
-    return reduce(np.add, ~xp.isnan(a), axis, None, None, keepdims)
+    return reduce(np.add, ~xp.isnan(a), axis, None, None, keepdims, where=where)
 
 
 @implements(np.nanmean)
@@ -205,29 +271,45 @@ def nanmean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, *, where: Any = True
 ) -> Any:
     """See `numpy.nanmean`."""
-    refuse_out("nanmean", {"out": out, "where": True if where is _NO_VALUE else where})
+    refuse_out("nanmean", {"out": out})
+    if not is_everything(where):
+        a, where = masked(a, where)
     if a.dtype.kind not in "fc":
-        return mean(a, axis, dtype, None, keepdims)
+        return mean(a, axis, dtype, None, keepdims, where=where)
     if dtype is not None and np.dtype(dtype).kind not in "fc":
         raise TypeError("If a is inexact, then dtype must be inexact")  # NumPy's words
     keep = _flag(keepdims)
-    total = reduce(np.add, _without_nans(a, 0), axis, dtype, None, keep)
-    return xp.divide(total, _counted(a, axis, keepdims=keep)).astype(total.dtype)
+    total = reduce(np.add, _without_nans(a, 0), axis, dtype, None, keep, where=where)
+    return xp.divide(total, _counted(a, axis, keepdims=keep, where=where)).astype(total.dtype)
 
 
 @implements(np.nanvar)
 def nanvar(
-    a: Any, axis: Any = None, dtype: Any = None, out: Any = None, ddof: float = 0, keepdims: Any = False, **kwargs: Any
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    ddof: float = 0,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+    mean: Any = _NO_VALUE,
+    correction: Any = _NO_VALUE,
 ) -> Any:
     """See `numpy.nanvar`."""
-    refuse_out("nanvar", {"out": out, **kwargs})
+    refuse_out("nanvar", {"out": out})
+    if correction is not _NO_VALUE:
+        ddof = correction
+    if not is_everything(where):
+        a, where = masked(a, where)
     if a.dtype.kind not in "fc":
-        return var(a, axis, dtype, None, ddof, keepdims)
-    apart: Any = xp.where(xp.isnan(a), a.dtype.type(0), a - nanmean(a, axis, dtype, None, True))
+        return var(a, axis, dtype, None, ddof, keepdims, where=where, mean=mean)
+    centre = nanmean(a, axis, dtype, None, True, where=where) if mean is _NO_VALUE else mean
+    apart: Any = xp.where(xp.isnan(a), a.dtype.type(0), a - centre)
     square = apart.real**2 + apart.imag**2 if apart.dtype.kind == "c" else apart * apart
     keep = _flag(keepdims)
-    left: Any = _counted(a, axis, keepdims=keep) - ddof
-    total: Any = reduce(np.add, square, axis, None, None, keep)
+    left: Any = _counted(a, axis, keepdims=keep, where=where) - ddof
+    total: Any = reduce(np.add, square, axis, None, None, keep, where=where)
     return xp.where(left > 0, total / left, np.nan).astype(total.dtype)
 
 
@@ -285,57 +367,3 @@ def trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = 
 def trace_of_matrices(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
     """See `numpy.linalg.trace`."""
     return trace(x, offset, -2, -1, dtype)
-
-
-@implements(np.linalg.norm)
-def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002  # as in NumPy
-    """See `numpy.linalg.norm`."""
-    if x.dtype.kind not in "fc":
-        x = x.astype(np.float64)
-    axes = normal_axes(axis, x.ndim)
-    is_matrix = len(axes) == 2
-    if isinstance(ord, str) and not is_matrix:
-        raise ValueError(f"Invalid norm order '{ord}' for vectors")  # NumPy's words
-    if (ord is None and (axis is None or is_matrix)) or ord == "fro" or (ord in (None, 2) and len(axes) == 1):
-        square = x.real**2 + x.imag**2 if x.dtype.kind == "c" else x * x
-        return xp.sqrt(xp.sum(square, axis=axes, keepdims=keepdims))
-    if is_matrix:
-        return matrix_norm_of_whole(x, ord, axes, keepdims)
-    if len(axes) != 1:
-        raise ValueError("Improper number of dimensions to norm.")  # NumPy's words
-    return _norm_of_vectors(x, ord, axes, keepdims)
-
-
-def _norm_of_vectors(x: DTensor, ord: Any, axes: tuple[int, ...], keepdims: bool) -> Any:  # noqa: A002  # as in NumPy
-    size: Any = abs(x)
-    if ord in (math.inf, -math.inf):
-        return (xp.max if ord > 0 else xp.min)(size, axis=axes, keepdims=keepdims)
-    if ord == 0:
-        return xp.sum((x != 0).astype(size.dtype), axis=axes, keepdims=keepdims)
-    total = xp.sum(size**ord, axis=axes, keepdims=keepdims)
-    return total if ord == 1 else total ** (1.0 / ord)
-
-
-def matrix_norm_of_whole(x: DTensor, ord: Any, axes: tuple[int, ...], keepdims: bool) -> Any:  # noqa: A002
-    """Return norms of matrices, of which each device needs whole ones."""
-    result = reduced(x, axes, np.empty(0, x.dtype).real.dtype, keepdims=keepdims)
-    kwargs = {"ord": ord, "axis": axes, "keepdims": keepdims}
-    return apply("linalg.norm", [x], [axes_of(x)], [result], [block(0)], kwargs)[0]
-
-
-@implements(*numpys("linalg.vector_norm"))
-def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:  # noqa: A002
-    """See `numpy.linalg.vector_norm`."""
-    axes = normal_axes(axis, x.ndim)
-    if len(axes) == 1:
-        return norm(x, ord, axes, keepdims)
-    x = x if x.dtype.kind in "fc" else x.astype(np.float64)
-    if ord == 2:
-        return xp.sqrt(xp.sum(abs(x) ** 2, axis=axes, keepdims=keepdims))
-    return _norm_of_vectors(x, ord, axes, keepdims)
-
-
-@implements(*numpys("linalg.matrix_norm"))
-def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:  # noqa: A002
-    """See `numpy.linalg.matrix_norm`."""
-    return norm(x, ord, (-2, -1), keepdims)
