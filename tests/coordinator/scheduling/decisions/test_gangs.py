@@ -216,6 +216,22 @@ def test_a_death_ends_the_others_and_all_run_again_once_they_are_shut_out() -> N
     assert not {member.id for member in gang.members} & {task.id for task in first}, "the late ones are refused"
 
 
+def test_it_does_not_run_again_when_the_job_has_failed_since() -> None:
+    """As it does when the last worker that can come back has died."""
+    scheduler = cluster(0)
+    gang = alone(100)
+    scheduler.add_gang(gang)
+    sent(scheduler, gang)
+    scheduler.lose(0)
+    assert scheduler.settle_gangs() == ([], [])
+    scheduler.abort(ValueError("no worker is left"), final=False)
+    scheduler.decide_loss(0, gang.members[0])
+    scheduler.requeue(0)
+    assert scheduler.settle_gangs() == ([], [gang])
+    assert gang.state is GangState.CANCELLED
+    assert isinstance(scheduler.take_error(), ValueError)
+
+
 def test_it_fails_when_too_many_workers_have_died_running_it() -> None:
     scheduler = cluster(0, 1, 2, max_attempts=1)
     gang = gang_of(2, [0, 1])
@@ -800,6 +816,10 @@ class GangMachine(RuleBasedStateMachine):
             if task.gang is not None:
                 assert task in task.gang.members
                 assert task.gang.placed[task.gang.rank_of(task)] == index
+
+    @invariant()
+    def none_waits_while_there_is_an_error(self) -> None:
+        assert self.scheduler.error is None or not self.scheduler.gangs.line
 
     @invariant()
     def attempts_count_deaths(self) -> None:

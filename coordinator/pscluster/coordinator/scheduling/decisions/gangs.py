@@ -314,6 +314,11 @@ class Gangs(Generic[P]):
         broken, self._broken = self._broken, []
         return broken
 
+    def withdraw_ending(self) -> None:
+        """Mark the gangs that have broken up, and have not ended, as unwanted."""
+        for gang in self.running:
+            gang.withdrawn |= gang.state is GangState.ENDING
+
     def settle(self, may_still_update: Callable[[Task[P]], bool]) -> list[Gang[P]]:
         """Decide what becomes of gangs of which nothing is left. Return, once, those that have ended."""
         for gang in [gang for gang in reversed(self.running) if gang.state is GangState.ENDING]:  # each one goes first

@@ -351,11 +351,12 @@ class Scheduler(Assignments[P]):
         for task in self.members_ended:
             self.gangs.member_ended(task)
         for gang in self.gangs.take_broken():
-            gang.withdrawn |= self.error is not None
             # Not those of a lost worker: they end once its incarnation is closed.
             _, left = self._cancel({member for member in gang.members if member.state in (State.QUEUED, State.SENT)})
             left_behind += left
         self.members_ended.clear()
+        if self.error is not None:  # which may have come after they broke up: they do not wait for workers again
+            self.gangs.withdraw_ending()
         over = self.gangs.settle(lambda task: task.id in self._unrefused or task.state not in ENDED)
         for task in [task for gang in over for task in gang.members if task.state not in ENDED]:
             task.state = State.CANCELLED  # of a gang that was never placed: no server has heard of it
