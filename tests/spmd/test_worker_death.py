@@ -13,7 +13,8 @@ from tests.waiting import TIMEOUT, until
 
 from pscluster import spmd
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy
-from pscluster.core.errors import WaitTimeoutError
+from pscluster.coordinator.local.local_cluster import LocalClusterError
+from pscluster.core.errors import CancelledError, WaitTimeoutError
 from pscluster.spmd import DVariable, Layout
 
 A = np.random.default_rng(1).random((5, 6))
@@ -73,7 +74,7 @@ def test_a_worker_dies_in_every_exchange(armed: Armed, coordinator: ClusterCoord
             lost += 1
     assert lost <= 1
     armed.until_struck(fault, calls=False)
-    with pytest.raises(spmd.TensorLostError, match=r"float64\[5, 6\]"):
+    with pytest.raises(spmd.TensorLostError, match=r"shape \(5, 6\) and type float64, the result of add, is lost"):
         (kept + 1).full(TIMEOUT)
     np.testing.assert_array_equal((unused + 1).full(TIMEOUT), A + 1)
     np.testing.assert_allclose(program(mesh), wanted)
@@ -171,7 +172,7 @@ def test_a_worker_dies_after_its_updates_were_applied(durable: Armed, returns: b
         if returns:
             with pytest.raises(spmd.TensorLostError, match="after the updates of a program were applied"):
                 float(result)
-        with pytest.raises(spmd.TensorLostError, match=r"float64\[5, 6\]"):
+        with pytest.raises(spmd.TensorLostError, match=r"\(5, 6\) and type float64, the result of distribute, is lost"):
             (a + 1).full(TIMEOUT)
 
 
@@ -185,8 +186,11 @@ def test_arrays_of_a_worker_that_died_meanwhile(armed: Armed, coordinator: Clust
     pid = armed.cluster.pids["worker", 1]
     armed.cluster.kill("worker", 1)
     until(lambda: armed.cluster.pids.get(("worker", 1), pid) != pid, "the worker is restarted")
-    with pytest.raises(spmd.TensorLostError, match=r"int64\[4\], is lost: a worker of its mesh was restarted"):
+    with pytest.raises(
+        spmd.TensorLostError, match=r"int64, the result of arange, is lost: a worker of its mesh"
+    ) as caught:
         both.full(TIMEOUT)
+    assert type(caught.value) is spmd.TensorLostError
     assert own.full(TIMEOUT).tolist() == [0, 1, 2, 3]
     assert spmd.arange(4, layout=Layout(["x"], mesh)).full(TIMEOUT).tolist() == [0, 1, 2, 3]
 
@@ -208,3 +212,20 @@ def test_a_worker_that_stays_away() -> None:
         with pytest.raises(spmd.TensorLostError):
             spmd.barrier(mesh, TIMEOUT)
         assert spmd.arange(4, layout=Layout(["x"], mesh)).full(TIMEOUT).tolist() == [0, 1, 2, 3]
+
+
+def test_whose_fault_it_is_that_a_program_was_cancelled() -> None:
+    """A scheduled function's; or that no worker is left: by the error that ends the job's other waits, too."""
+    with running_job(num_workers=2, max_restarts=0) as job:
+        mesh = spmd.create_mesh({"x": 2}, coordinator=job.coordinator)
+        array = spmd.arange(4, layout=Layout(["x"], mesh))
+        assert array.full().tolist() == [0, 1, 2, 3]
+        job.coordinator.schedule(int, args=("no number",)).wait(TIMEOUT)
+        with pytest.raises(CancelledError, match=r"^a program of global arrays was .* function has failed"):
+            (array + 1).full(TIMEOUT)
+        with pytest.raises(ValueError, match="no number"):
+            job.join()
+        pids = [job.kill(index) for index in range(2)]
+        for _ in range(2):
+            with pytest.raises(LocalClusterError, match=rf"^no worker is left: worker 0 \(pid {pids[0]}\) was killed"):
+                (array + 1).full(TIMEOUT)

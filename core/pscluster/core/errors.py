@@ -142,6 +142,8 @@ class MemberUnavailableError(UnavailableError):
 class TensorLostError(UnavailableError):
     """A global array is lost, with a worker that held blocks of it. Make it again."""
 
+    number: int | None = None  # of the array that its worker does not have; users never see it
+
 
 class CheckpointError(PsClusterError):
     """A checkpoint can't be written or read; the message says which file, and what is wrong. Nothing was changed."""

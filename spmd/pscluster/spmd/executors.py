@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import CancelledError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
@@ -88,6 +88,22 @@ class InProcess:
         return len(self._store)
 
 
+def _cause_of(error: CancelledError) -> PsClusterError:
+    """Return why a program was cancelled, in words of global arrays: no worker is left, or a function has failed."""
+    from pscluster.coordinator.local.monitor import ClusterError  # what needs no cluster should not import it
+
+    if isinstance(first := error.__cause__, ClusterError):
+        return type(first)(*first.args)  # which says which workers, and why
+    if first is None:
+        return error
+    cancelled = CancelledError(
+        f"a program of global arrays was cancelled, since a scheduled function has failed ({type(first).__name__}): "
+        "call it again once that error has been raised, by schedule(), join() or done()"
+    )
+    cancelled.__cause__ = first
+    return cancelled
+
+
 class _OnWorkers:
     """A program that runs on workers."""
 
@@ -106,7 +122,10 @@ class _OnWorkers:
     def result(self) -> Fetched:
         """Return what all workers have fetched."""
         if self._fetched is None:
-            self._fetched = [value.fetch(0) for value in self._values]
+            try:
+                self._fetched = [value.fetch(0) for value in self._values]
+            except CancelledError as error:
+                raise (cause := _cause_of(error)) from cause.__cause__
         return self._fetched
 
 
@@ -146,6 +165,8 @@ class _Step:
                     "only these are lost"
                 )
             self._fetched = [fetched or [] for _, fetched in returned]
+        except CancelledError as error:
+            self._error = _cause_of(error)
         except BaseException as error:
             self._error = error
         finally:
@@ -216,7 +237,10 @@ class Workers:
         # The session raises its errors: they concern no other function.
         call = functools.partial(coordinator.schedule_members, function, args, homes, isolated=True)
         if not program.updates:
-            return _OnWorkers(call())
+            try:
+                return _OnWorkers(call())
+            except CancelledError as error:
+                raise (cause := _cause_of(error)) from cause.__cause__
         self._step = _Step()
         self._step.start(coordinator, call, program)
         return self._step

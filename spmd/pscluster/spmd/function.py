@@ -146,7 +146,8 @@ def call_once(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _run(traced: Traced, tensors: list[DTensor], definition: Callable[..., Any] | None) -> Any:
     """Run what was traced with these arrays, without waiting. With a definition, workers keep the program."""
     inputs, given = traced.arrays_of(tensors)
-    made = session_of(traced.program.mesh).call(traced.program, definition, inputs, traced.types) + given
+    session = session_of(traced.program.mesh)
+    made = session.call(traced.program, definition, inputs, traced.types, traced.definition.__qualname__) + given
     results = [DTensor(ref) for ref in made]
     return rebuilt(traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf)
 

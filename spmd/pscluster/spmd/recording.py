@@ -32,10 +32,10 @@ _texts: dict[tuple[Any, ...], str] = {}
 class Ref:
     """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
 
-    __slots__ = ("__weakref__", "blocks", "number", "program", "sent_here", "session", "type")
+    __slots__ = ("__weakref__", "blocks", "made_by", "number", "program", "sent_here", "session", "type")
 
-    def __init__(self, session: Session, number: int, of: ArrayType, program: int) -> None:
-        self.session, self.number, self.type, self.program = session, number, of, program
+    def __init__(self, session: Session, number: int, of: ArrayType, program: int, made_by: str) -> None:
+        self.session, self.number, self.type, self.program, self.made_by = session, number, of, program, made_by
         self.sent_here: tuple[Running, int] | None = None
         """The program that makes it and sends its value here, and the number of that fetch; None: it does not."""
         self.blocks: Mapping[int, Array] | None = None
@@ -44,6 +44,11 @@ class Ref:
     def __del__(self) -> None:
         # Perhaps in the middle of something, on any thread: nothing here may take a lock.
         self.session.dropped.append(self.number)
+
+
+def described(made_by: str, of: ArrayType) -> str:
+    """Return what an array is, for people."""
+    return f"a global array of shape {of.shape} and type {of.dtype.name}, the result of {made_by}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ from pscluster.core import checks
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating, payloads_by_task
+from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating, described, payloads_by_task
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
@@ -60,6 +60,9 @@ WORTH_WORK = 1 << 16
 
 _numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
 
+_Inputs = Mapping[int, tuple[str, ArrayType]]
+"""What makes each array that a program reads, and its type, by its number."""
+
 Fetched = list[list[list[Array]]]
 """By task: what each fetch of a program has returned."""
 
@@ -72,6 +75,16 @@ def _places(layout: Layout, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
 
 class ResultsLostError(TensorLostError):
     """A program's results are lost, and nothing else. It is raised where they are used, if they are."""
+
+
+def _named(error: BaseException, inputs: _Inputs) -> BaseException:
+    """Return the error of a program, which says what array is lost, if it is that."""
+    if not isinstance(error, TensorLostError) or error.number is None or error.number not in inputs:
+        return error
+    return TensorLostError(
+        f"{described(*inputs[error.number])}, is lost: a worker of its mesh was restarted, or the program that makes "
+        "it has failed. Make it again, from host arrays or variables, which are not lost"
+    )
 
 
 class Running(Protocol):
@@ -107,7 +120,7 @@ class Session:
         self._lock = threading.RLock()
         self._programs = itertools.count(1)
         self._recording = self._new_recording()
-        self._running: deque[tuple[int, Running]] = deque()
+        self._running: deque[tuple[int, Running, _Inputs]] = deque()
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, BaseException] = {}  # by program
@@ -130,14 +143,14 @@ class Session:
         They are sent with the first program that needs the array. So if a worker dies while that runs, they are sent
         again.
         """
-        ref = Ref(self, next(_numbers), of, 0)
+        ref = Ref(self, next(_numbers), of, 0, "distribute")
         ref.blocks = blocks
         return ref
 
     def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
         """Return an array that is made in place; see `worker.programs.makers`."""
         with self._lock:
-            ref = self._ref(of)
+            ref = self._ref(of, maker)
             self._recording.create(ref, maker, numbers)
         self._send_soon()
         return ref
@@ -146,7 +159,7 @@ class Session:
         """Return the array in another layout."""
         with self._lock:
             self._use(source)
-            ref = self._ref(of)
+            ref = self._ref(of, source.made_by)
             self._recording.move(ref, source)
         self._send_soon()
         return ref
@@ -155,7 +168,7 @@ class Session:
         """Return the value that a variable has when the program runs."""
         self._before_read(variable)
         with self._lock:
-            ref = self._ref(variable.type)
+            ref = self._ref(variable.type, "reading a variable")
             self._recording.read(ref, variable)
         self._send_soon()
         return ref
@@ -194,7 +207,7 @@ class Session:
         with self._lock:
             for source in inputs:
                 self._use(source)
-            refs = [self._ref(of) for of in types]
+            refs = [self._ref(of, function) for of in types]
             self._recording.compute(refs, function, inputs, args, kwargs, work)
         self._send_soon()
         return refs
@@ -205,14 +218,15 @@ class Session:
         definition: Callable[..., Any] | None,
         inputs: Sequence[Ref],
         types: Sequence[ArrayType],
+        name: str,
     ) -> list[Ref]:
         """Run a program that was recorded before, with these arrays, and return what it makes.
 
-        Workers are sent a definition once, in place of the program.
+        Workers are sent a definition once, in place of the program. `name` is the program's, for people.
         """
         outputs = [next(_numbers) for _ in types]
         number, running = self._call(program, definition, inputs, outputs)
-        made = [Ref(self, output, of, number) for output, of in zip(outputs, types, strict=True)]
+        made = [Ref(self, output, of, number, name) for output, of in zip(outputs, types, strict=True)]
         for nth, place in enumerate(program.sent_here):
             made[place].sent_here = running, nth
         return made
@@ -230,7 +244,8 @@ class Session:
             self.dropped.extend(outputs)  # some of the workers may have them
             raise
         types = [type_of_arrays(next(fetched), next(fetched), layout) for layout in layouts]
-        return [Ref(self, output, of, number) for output, of in zip(outputs, types, strict=True)]
+        name = definition.__qualname__
+        return [Ref(self, output, of, number, name) for output, of in zip(outputs, types, strict=True)]
 
     def _call(
         self,
@@ -268,7 +283,7 @@ class Session:
                 sent=list(sent),
             )
             self._has_updated |= program.updates
-            running = self._start(number, started)
+            running = self._start(number, started, inputs)
             for place in sent:
                 inputs[place].blocks = None
             return number, running
@@ -348,7 +363,7 @@ class Session:
 
     def _sent(self) -> list[Running]:
         with self._lock:
-            return [running for _, running in self._running]
+            return [running for _, running, _ in self._running]
 
     @staticmethod
     def _end(sent: Sequence[Running], timeout: float | None) -> None:
@@ -365,8 +380,8 @@ class Session:
 
     # Sending
 
-    def _ref(self, of: ArrayType) -> Ref:
-        return Ref(self, next(_numbers), of, self._recording.number)
+    def _ref(self, of: ArrayType, made_by: str) -> Ref:
+        return Ref(self, next(_numbers), of, self._recording.number, made_by)
 
     def _new_recording(self) -> Recording:
         return Recording(self.mesh, next(self._programs), self.tasks)
@@ -383,7 +398,7 @@ class Session:
         """Raise TensorLostError if an array was never made."""
         if (why := self._failed.get(ref.program)) is not None:
             raise TensorLostError(
-                f"global array {ref.number}, {ref.type}, was not made, since an operation has failed: "
+                f"{described(ref.made_by, ref.type)}, was not made, since an operation has failed: "
                 f"{type(why).__name__}: {why!s:.300}"
             ) from why
 
@@ -410,11 +425,12 @@ class Session:
         with self._lock:
             recording, self._recording = self._recording, self._new_recording()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            inputs = list(recording.inputs.values())
             program, later = recording.finish(dropped)
             self.dropped.extend(later)
-        return self._start(recording.number, program)
+        return self._start(recording.number, program, inputs)
 
-    def _start(self, number: int, program: Sendable) -> Running:
+    def _start(self, number: int, program: Sendable, inputs: Sequence[Ref]) -> Running:
         try:
             running = self.executor.start(program)
         except BaseException as error:
@@ -423,7 +439,8 @@ class Session:
                 self.dropped.extend(program.forgotten)
             raise
         with self._lock:
-            self._running.append((number, running))
+            # Not the arrays themselves: they may be dropped before it has ended.
+            self._running.append((number, running, {ref.number: (ref.made_by, ref.type) for ref in inputs}))
         return running
 
     def _reap(self) -> None:
@@ -432,10 +449,11 @@ class Session:
             return
         with self._lock:
             while self._running and self._running[0][1].wait(0):
-                number, running = self._running.popleft()
+                number, running, inputs = self._running.popleft()
                 try:
                     running.result()
-                except BaseException as error:
+                except BaseException as raised:
+                    error = _named(raised, inputs)
                     self._failed[number] = error
                     # Those that follow were cancelled, or lack what this one would have made.
                     if self._unraised is None and number > self._excused and not isinstance(error, ResultsLostError):

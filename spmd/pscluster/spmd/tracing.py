@@ -64,7 +64,7 @@ class Trace(Session):
 
     def argument(self, of: ArrayType) -> Ref:
         """Return what stands for an array that the function is called with."""
-        return self._ref(of)
+        return self._ref(of, "an argument")
 
     def finish(self, results: Sequence[Ref]) -> tuple[Sendable, dict[int, Ref]]:
         """Return the program, and the arrays that it reads, by number."""
@@ -80,7 +80,7 @@ class Trace(Session):
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
         """Record an array that goes with every call."""
         self.steps.append(Step("distribute", (), (of,), 0, 0))
-        ref = self._ref(of)
+        ref = self._ref(of, "distribute")
         self._recording.load(ref, blocks)
         return ref
 
@@ -153,7 +153,7 @@ class Trace(Session):
     ) -> list[Ref]:
         """Record a plain function of blocks. With layouts in place of types, its results are further outputs."""
         self.steps.append(Step(name, tuple(ref.type for ref in inputs), tuple(types), 0, 0))
-        refs = [self._ref(of) for of in types]
+        refs = [self._ref(of, name) for of in types]
         self._recording.call(refs, function, inputs, layouts, check=check)
         return refs
 

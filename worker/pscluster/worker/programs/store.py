@@ -75,10 +75,9 @@ class BlockStore(Handle):
     def get(self, number: int, expected: ArrayType) -> Blocks:
         """Return an array. Raise TensorLostError if it is not here; ProtocolError if it is not of this type."""
         if (found := self._arrays.get(number)) is None:
-            raise TensorLostError(
-                f"global array {number}, {expected}, is lost: a worker of its mesh was restarted, or the program that "
-                "makes it has failed. Make it again"
-            )
+            lost = TensorLostError(f"global array {number}, {expected}, is lost")  # its client knows what it is
+            lost.number = number
+            raise lost
         if found.type is not expected and found.type != expected:
             raise ProtocolError(f"global array {number} is {found.type}, {found.type.layout!r}, not {expected}")
         return found
