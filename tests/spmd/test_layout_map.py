@@ -81,6 +81,8 @@ def test_strict() -> None:
     with pytest.raises(spmd.LayoutError, match=r"'feature_2.kernel' is matched by 2 rules, 'feature.\*kernel', '.\*k"):
         rules["feature_2.kernel"]
     assert "feature_2.kernel" in str(rules.report({"feature_2.kernel": (8, 8)}).problems)
+    with pytest.raises(spmd.LayoutError, match="strict is 'x'; it must be True or False"):
+        LayoutMap(strict="x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,13 @@ def test_operations_see_the_assignments_before_them(line: spmd.Mesh) -> None:
     assert [float(array.full().max()) for array in seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
+def test_a_function_that_reads_a_variable_has_a_gradient(line: spmd.Mesh) -> None:
+    """Written as outside of it, though it gets the variable's value."""
+    v = variable(np.arange(6.0), ["x"], line)
+    _, gradient = spmd.value_and_grad(lambda w: np.sum(w.value() ** 2) + w.read_value().sum())(v)
+    assert gradient.full().tolist() == [1, 3, 5, 7, 9, 11]
+
+
 def test_programs_update_variables(line: spmd.Mesh) -> None:
     """All of a program's updates are made at its end; variables may be arguments or captured."""
     a, b = variable(np.arange(6.0), ["x"], line), variable(np.ones(6), [None], line)
@@ -288,5 +295,10 @@ def test_where_blocks_live(workers: ClusterCoordinator) -> None:
     assert "its shards are the blocks of a global array" in why
     with pytest.raises(MisuseError, match="is in this process: there are no parameter servers"):
         variable(W, [None, None], spmd.create_mesh({"x": 2})).variable  # noqa: B018
-    with pytest.raises(MisuseError, match="there is already a variable"):
+
+
+def test_names_are_unique(make_mesh: MakeMesh) -> None:
+    """In a strategy; and on a mesh of this process, while a variable is used."""
+    v = variable(W, [None, None], make_mesh({"x": 6}))
+    with pytest.raises(MisuseError, match=f"there is already a variable '{v.name}'.* names are unique"):
         DVariable(W, v.layout, v.name)

@@ -157,7 +157,10 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
     meshes: list[Mesh] = []
     rebuilt((args, kwargs), lambda leaf: meshes.append(leaf.mesh) if isinstance(leaf, DTensor) else None)
     if not meshes:
-        raise MisuseError("a traced function is called with at least one global array: make one by distribute()")
+        raise MisuseError(
+            "a traced function is called with at least one global array, on whose devices it runs: make one by "
+            "distribute(); or compute here by the plain function, which spmd.function(fn).plain is"
+        )
     tensors: list[DTensor] = []
     kinds: list[Any] = []
 

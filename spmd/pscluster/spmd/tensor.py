@@ -263,6 +263,12 @@ class DTensor(ArrayMethods, StaysHere):
         """Return itself: it does not change."""
         return self
 
+    def value(self) -> DTensor:
+        """Return itself, so that a function takes variables and arrays alike: a gradient is of a variable's value."""
+        return self
+
+    read_value = value
+
     def astype(self, dtype: npt.DTypeLike) -> DTensor:
         """Return it with another element type."""
         result: DTensor = _function("astype", "astype")(self, dtype)

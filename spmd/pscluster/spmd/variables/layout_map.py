@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pscluster.core.checks import type_of
+from pscluster.core.checks import flag, type_of
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Mesh
@@ -51,7 +51,10 @@ class LayoutMap(MutableMapping[str, LayoutLike]):
         if mesh is not None and not isinstance(mesh, Mesh):
             raise LayoutError(f"mesh is {type_of(mesh)}; give a Mesh")
         self.mesh = mesh
-        self.strict, self.require_all = strict, require_all
+        try:
+            self.strict, self.require_all = flag("strict", strict), flag("require_all", require_all)
+        except ValueError as error:
+            raise LayoutError(str(error)) from None
         self._rules: dict[str, tuple[re.Pattern[str], Layout]] = {}
 
     # As a dictionary of rules
