@@ -115,6 +115,7 @@ def _cases() -> list[Case]:
         mean=lambda a: np.mean(a, axis=0),
         mean_of_all=lambda a: a.mean(keepdims=True),
         var=lambda a: np.var(a, axis=0),
+        moments_of_some=lambda a: [np.mean(a, 0, where=a > 0.1), np.std(a, where=a > 0.1), np.sum(a, where=a > 0.5)],
         std=lambda a: np.std(a, ddof=-1, axis=(0, 1)),
         average=lambda a: np.average(a, axis=1, weights=np.arange(1.0, a.shape[1] + 1)),
         softmax=lambda a: (
