@@ -61,9 +61,16 @@ class _Plan(NamedTuple):
     pairs: Sequence[_Planned]
     partitions: tuple[Partition, ...]
     items: bytes  # of all shards, in a request, to be parsed at once; without what differs from step to step
+    changes: int  # how often this process had learned that shards had moved
+
+    def is_for(self, pairs: Pairs) -> bool:
+        """Return whether it may be for these pairs: the variables have the numbers and servers that they had."""
+        if len(self.pairs) != len(pairs) or any(kept.variable.id != kept.id for kept in self.pairs):
+            return False
+        return not self.pairs or _changes_of(self.pairs[0].variable) == self.changes
 
 
-_NONE = _Plan((), (), b"")
+_NONE = _Plan((), (), b"", 0)
 
 _ATTEMPTS = 3
 """How often a plan is tried for."""
@@ -73,8 +80,8 @@ class GradientPlan:
     """Makes the updates by one optimizer of pairs of gradients and variables, the same variables each time.
 
     Thread-safe. What it has kept is used only where it fits: all gradients are arrays of their variables' shapes and
-    types, or such rows by int64 ids, and the variables are cut as they were. Otherwise, and where the optimizer has to
-    look at gradients, as to clip them, it does what `Optimizer.updates_of` does.
+    types, or such rows by int64 ids, and the variables are cut as they were, and where they were. Otherwise, and where
+    the optimizer has to look at gradients, as to clip them, it does what `Optimizer.updates_of` does.
     """
 
     def __init__(self, optimizer: Maker) -> None:
@@ -85,7 +92,7 @@ class GradientPlan:
     def updates_of(self, pairs: Pairs, *, examples: float | None = None) -> list[ShardUpdate]:
         """Return what `Optimizer.updates_of` does. Call it within the gate in which the updates are sent."""
         plan = self._plan
-        if len(plan.pairs) != len(pairs) or any(kept.variable.id != kept.id for kept in plan.pairs):
+        if not plan.is_for(pairs):
             updates = self._optimizer.updates_of(pairs, examples=examples)
             # What is an argument is new, and used once. Where there was no plan a few times, there will be none.
             if 0 < self._calls <= _ATTEMPTS and self._optimizer.sends_as_given:
@@ -102,12 +109,13 @@ def _plan_of(pairs: Pairs, updates: Sequence[ShardUpdate]) -> _Plan:
     """Return what to keep of the updates by these pairs: nothing if they are not one of each shard."""
     planned: list[_Planned] = []
     rest, request = iter(updates), ps_pb2.UpdateRequest()
+    changes = _changes_of(pairs[0][1]) if pairs else 0  # before the servers are compared
     for gradient, variable in pairs:
         by_rows = isinstance(gradient, IndexedSlices)
-        partition, shares = variable.partition, []
+        partition, owners, shares = variable.partition, variable.owners, []
         for shard in range(partition.num_shards):
             update = next(rest, None)
-            if update is None or (update.ids is not None) != by_rows:
+            if update is None or (update.ids is not None) != by_rows or update.server != owners[shard]:
                 return _NONE
             if (update.item.variable, update.item.shard) != (variable.id, shard):
                 return _NONE
@@ -125,7 +133,11 @@ def _plan_of(pairs: Pairs, updates: Sequence[ShardUpdate]) -> _Plan:
     of_rows = [kept.variable for kept in planned if kept.row_shape is not None]
     if len({(variable.dtype, variable.shape[1:]) for variable in of_rows}) > 1:
         return _NONE  # they would need several plans of rows
-    return _Plan(planned, tuple(variable.partition for variable in of_rows), request.SerializeToString())
+    return _Plan(planned, tuple(variable.partition for variable in of_rows), request.SerializeToString(), changes)
+
+
+def _changes_of(variable: Variable) -> int:
+    return variable.client.placements.changes
 
 
 def _fits(kept: _Planned, pair: tuple[Any, Variable]) -> bool:
