@@ -24,8 +24,8 @@ EXAMPLES, BATCH = 2000, 10
 HOPELESS = {f"pscluster.coordinator.{module}.HOPELESS": 0.5 for module in ("job.context", "training.fit")}
 
 SCRIPT = """
-    import os
     import sys
+    import time
     import numpy as np
     from pscluster.coordinator import (
         ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy, TFConfigClusterResolver,
@@ -51,18 +51,18 @@ SCRIPT = """
                     if "callback" in sys.argv:
                         counts.numpy()
 
-    steps_wait = "steps" in sys.argv  # those that begin when there have been enough
+    takes_long = "long" in sys.argv  # each step
 
     def step(numbers):
-        if steps_wait and os.path.exists(folder + "/enough"):
-            wait_for(folder, "go on")
+        if takes_long:
+            time.sleep(0.005)
         counts.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
         return float(len(numbers))
 
     data = coordinator.distribute_dataset(np.arange(2000), name="numbers").shuffle(seed=1).batch(10)
     backup = callbacks.BackupAndRestore(folder + "/backup", save_freq=save_freq or "epoch")
     history = coordinator.fit(
-        step, data, epochs=3, steps_per_execution=8 if steps_wait else "auto", callbacks=[backup, Holds()]
+        step, data, epochs=3, steps_per_execution=8 if takes_long else "auto", callbacks=[backup, Holds()]
     )
     found = sorted(set(counts.numpy().tolist()))
     note(folder, "result", f"{data.epoch} {found} {history.epoch} {history.history}")
@@ -121,8 +121,8 @@ def test_it_is_asked_to_end(script: Path, tmp_path: Path, signum: signal.Signals
     """Running functions end, a checkpoint is made, and the process ends as by the signal; the next one resumes."""
     with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
         errors = tmp_path / "errors"
-        # Otherwise what is in flight might be the rest of the epoch.
-        with started(cluster, script, tmp_path, 30, 0, "steps", errors=errors) as first:
+        # Few functions that take long are scheduled ahead. Else the epoch might end before its first results are seen.
+        with started(cluster, script, tmp_path, 30, 0, "long", errors=errors) as first:
             wait_for(str(tmp_path), "enough")
             first.send_signal(signum)
             until(lambda: f"{signum.name}: training stops" in errors.read_text(), "it has heard")
