@@ -295,10 +295,5 @@ def test_where_blocks_live(workers: ClusterCoordinator) -> None:
     assert "its shards are the blocks of a global array" in why
     with pytest.raises(MisuseError, match="is in this process: there are no parameter servers"):
         variable(W, [None, None], spmd.create_mesh({"x": 2})).variable  # noqa: B018
-
-
-def test_names_are_unique(make_mesh: MakeMesh) -> None:
-    """In a strategy; and on a mesh of this process, while a variable is used."""
-    v = variable(W, [None, None], make_mesh({"x": 6}))
-    with pytest.raises(MisuseError, match=f"there is already a variable '{v.name}'.* names are unique"):
+    with pytest.raises(MisuseError, match="there is already a variable"):
         DVariable(W, v.layout, v.name)

@@ -15,7 +15,7 @@ from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
 from pscluster.spmd.session import ResultsLostError
-from pscluster.spmd.variables.held import HeldHere, HeldVariable
+from pscluster.spmd.variables.held import HeldHere
 from pscluster.v1 import worker_pb2
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run, run_local, run_program
@@ -62,7 +62,6 @@ class InProcess:
     def __init__(self) -> None:
         self._store = BlockStore()
         self._lock = threading.Lock()
-        self._named = weakref.WeakValueDictionary[str, HeldVariable]()
 
     def start(self, program: Sendable) -> Ended:
         """Run a program."""
@@ -83,15 +82,6 @@ class InProcess:
 
     def check(self) -> None:
         """Do nothing: programs can always be started."""
-
-    def hold(self, name: str, variable: HeldVariable) -> None:
-        """Give a variable its name. Raise MisuseError if another one has it, that is still used."""
-        with self._lock:
-            if self._named.setdefault(name, variable) is not variable:
-                raise MisuseError(
-                    f"there is already a variable {name!r} on this mesh: names are unique; give another one or none, "
-                    "or use the one that exists"
-                )
 
     def __len__(self) -> int:
         """Return how many arrays there are."""

@@ -59,7 +59,7 @@ class DVariable(DTensor):
         initial_value: a global array, anything that NumPy makes an array of, an initializer, or a function of
             `(shape, dtype)`; with the last two a cluster makes the values on its servers.
         layout: how it lies on its mesh. None: as the initial value; or as the `LayoutMap` says in whose scope this is.
-        name: unique in the strategy of a cluster, and on a mesh of this process; generated if not given.
+        name: unique in the strategy of a cluster; generated if not given.
         trainable: for the caller.
         dtype, shape: as of `Variable`; a shape is needed for initializers and functions.
 
@@ -104,8 +104,6 @@ class DVariable(DTensor):
         else:
             handle = HeldVariable(_value_here(initial_value, name, trainable, dtype, shape), layout)
         layout.check_shape(handle.shape, f"variable {name!r}")
-        if name is not None and isinstance(session.executor, InProcess):
-            session.executor.hold(name, handle)
         of = ArrayType(tuple(handle.shape), handle.dtype, layout)
         for attribute, value in {
             "_handle": handle,
