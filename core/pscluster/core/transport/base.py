@@ -16,10 +16,10 @@ Destination = Callable[[bytes, int], Iterable[memoryview] | None]
 None if it needs the whole message, which a second call then passes."""
 
 BeforeWaiting = Callable[[], object]
-"""Is called by a thread that will wait until the other end receives more."""
+"""Called by a thread before it waits until the other end receives more."""
 
 Readable = Callable[[float], bool]
-"""Waits until a message begins to arrive, or the call ends or breaks; False if neither happens for so many seconds.
+"""Waits until a message begins to arrive, or the call ends or breaks; False if neither happens within these seconds.
 For one thread at a time."""
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}

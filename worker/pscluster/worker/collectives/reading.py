@@ -10,9 +10,9 @@ and no thread is woken. (Leader/Followers, Schmidt et al., 2000, hands connectio
     any               --the stream ends, or breaks-----> over
 
 The function's thread reads for one member at a time, and for none while it waits for room to send: then the threads of
-all exchanges fill what was posted, so that no ring of members that all send can block. While it computes, nobody reads
-what that one member sends: it stays in the sockets' buffers, then its sender waits, as it does when the mailbox has no
-room.
+all exchanges fill what was posted, so that no ring of members that all send can block. While it computes, no thread
+reads what that one member sends: it stays in the sockets' buffers, then its sender waits, as it does when the mailbox
+has no room.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turns:
         return True
 
     def received(self) -> None:
-        """Whoever reads has received a message."""
+        """Note that a message has been received."""
         if self.reader is Reader.EXCHANGE_RECEIVES:
             self.reader = Reader.EXCHANGE_LISTENS
 
@@ -64,17 +64,17 @@ class Turns:
         return self.reader is Reader.FUNCTION
 
     def give_back(self) -> None:
-        """The function reads no more, until it asks."""
+        """Note that the function reads no more until it asks."""
         if self.reader is Reader.FUNCTION:
             self.reader = Reader.EXCHANGE_LISTENS
 
     def close(self) -> None:
-        """The function has ended, and never reads again."""
+        """Note that the function has ended: it never reads again."""
         self._is_closed = True
         self.give_back()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Note that nothing more comes."""
         self.reader = Reader.NOBODY
 
 
