@@ -24,7 +24,6 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.jax.arrays import is_traced, on_device
 from pscluster.jax.state import StateChanges, changes_of, is_state
-from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import Array
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import (
@@ -78,10 +77,6 @@ class ServedParams:
     def _alike(self) -> list[tuple[int, Any, list[int | None]]]:
         """Other structures of each part that have the same leaves by path, and in which order: see `_leaves_of`."""
         return []
-
-    @cached_property
-    def _plan(self) -> GradientPlan:
-        return GradientPlan(self.optimizer)
 
     @cached_property
     def _last_read(self) -> threading.local:
@@ -163,8 +158,7 @@ class ServedParams:
             check_finite(self._trained, arrays)
         changes = StateChanges([], []) if state is None else self._changes_to(state)
         pairs = list(zip(arrays, self._trained.values(), strict=True))
-        applied = [Applied(self._plan, pairs)]
-        apply_all(applied, examples=examples, add=changes.added, assign=changes.assigned)
+        apply_all([Applied(self.optimizer, pairs)], examples=examples, add=changes.added, assign=changes.assigned)
 
     def _changes_to(self, state: Any) -> StateChanges:
         """Return how this state differs from the one that this thread has read, once for each time it was read."""

@@ -22,7 +22,6 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError
 from pscluster.keras.own_steps import AppliedGradients, has_own
 from pscluster.keras.tables import Table, embeddings_of
-from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.variable import Variable
 
@@ -73,7 +72,6 @@ class Copy(ABC):
         self._applied: AppliedGradients | None = None
         self._built = False
         self._additive = False
-        self.plan: GradientPlan | None = None  # of models without tables; see `Optimizer.plan_for`
 
     @property
     def weights(self) -> list[Any]:

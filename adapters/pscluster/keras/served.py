@@ -28,7 +28,6 @@ from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.lazy_zeros import zeros_for
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
-from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import Applied, apply_all, assign_all, is_finite, nonfinite
@@ -88,17 +87,14 @@ class ServedModel:
         """
         names, variables, tables = self._read_in_steps()
         split = sum(weight.trainable for weight in self.weights) - len(tables)
-        copy = self._copy
-        outcome = copy.train(read_variables(variables), batch, tables)
+        outcome = self._copy.train(read_variables(variables), batch, tables)
         self._check_finite(names, outcome)
         # Replicas that step together: of these the mean counts.
         function = current_function()
         replicas = 1 if function is None or function.replica is None else int(function.replica.num_replicas)
         changes = [(change, variables[split + at]) for at, change in outcome.changes if is_finite(change)]
         pairs: list[tuple[Any, Variable]] = list(zip(outcome.gradients, variables[:split], strict=True))
-        if copy.plan is None:
-            copy.plan = GradientPlan(self.optimizer)
-        applied = {id(self.optimizer): Applied(self.optimizer if tables else copy.plan, pairs)}
+        applied = {id(self.optimizer): Applied(self.optimizer, pairs)}
         for optimizer, rows, variable in zip(self.tables.values(), outcome.of_tables, tables, strict=True):
             if rows is not None:
                 of_optimizer = applied.setdefault(id(optimizer), Applied(optimizer, []))

@@ -24,7 +24,6 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.parameters import Applied, nonfinite
 from pscluster.ps.handles.reads import rows_and_variables
@@ -63,11 +62,6 @@ class LocalModule:
         self._held = _held_by(self._parts)
         self._buffers_read: list[bytes] = []
         self._versions: list[int] = []  # of the parameters that are no tables, when a step begins
-        # Which tables have gradients may differ from step to step: their optimizer has a plan for each set.
-        self._optimizers = [
-            optimizer if any(name in self.tables for name in names) else GradientPlan(optimizer)
-            for optimizer, names in served.groups
-        ]
 
     def _check(self, served: ServedModule, structure: Structure) -> None:
         """Raise MisuseError unless the module has what was served."""
@@ -161,7 +155,7 @@ class LocalModule:
         applied: list[Applied] = []
         missing: list[str] = []
         checked: dict[str, Array] = {}
-        for (_, names), optimizer in zip(served.groups, self._optimizers, strict=True):
+        for optimizer, names in served.groups:
             pairs: list[tuple[Gradient | None, Variable]] = []
             for name in names:
                 gradient: Any

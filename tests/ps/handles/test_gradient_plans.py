@@ -171,7 +171,7 @@ def test_gradients_by_hand_are_sent_by_a_plan(strategy: ParameterServerStrategy,
         sgd.apply_gradients([(np.ones((4, 2), np.float32), table)])
     assert uses == [1] * 4
     assert table.numpy().tolist() == [[-8, -8], [-4, -4], [-12, -12], [-4, -4]]
-    for _ in range(2):  # by the same plans: frameworks' models with tables have these
+    for _ in range(2):  # by the same plans, as frameworks' models
         apply_all([Applied(sgd, [(IndexedSlices(-np.ones((3, 2), np.float32), np.array([2, 0, 2])), table)])])
         apply_all([Applied(sgd, [(-np.ones((4, 2), np.float32), table)])])
     assert uses == [1] * 8
@@ -184,13 +184,13 @@ def test_variables_may_be_cut_otherwise(strategy: ParameterServerStrategy, uses:
     with strategy.scope():
         sgd = optimizers.SGD(1.0)
         table = Variable(np.zeros((12, 2), np.float32), partitioner=FixedShardsPartitioner(2), name="to be cut")
-    plan, gradient = GradientPlan(sgd), np.arange(24, dtype=np.float32).reshape(12, 2)
+    gradient = np.arange(24, dtype=np.float32).reshape(12, 2)
     for _ in range(3):
-        apply_all([Applied(plan, [(gradient, table)])])
+        apply_all([Applied(sgd, [(gradient, table)])])
     strategy.apply(replace(strategy.plan("bytes"), moves=(), cuts=(ProposedCut(table.name, 0, 0.9, 2, 3, True),)))
     assert (table.num_shards, uses) == (3, [1])
     for _ in range(2):
-        apply_all([Applied(plan, [(gradient, table)])])
+        apply_all([Applied(sgd, [(gradient, table)])])
     assert uses == [1, 1]
     np.testing.assert_array_equal(table.numpy(), -5 * gradient)
 
@@ -202,9 +202,8 @@ def test_each_update_of_a_function_counts(strategy: ParameterServerStrategy) -> 
         counted = [Variable(np.zeros(3, np.float32), partitioner=FixedShardsPartitioner(n)) for n in (1, 2)]
 
     def step() -> None:
-        plan = GradientPlan(sgd)
         for _ in range(5):
-            apply_all([Applied(plan, [(np.ones(3, np.float32), variable) for variable in counted])])
+            apply_all([Applied(sgd, [(np.ones(3, np.float32), variable) for variable in counted])])
             sgd.apply_gradients([(np.ones(3, np.float32), counted[0])])
 
     ClusterCoordinator(strategy).schedule(step).fetch(timeout=60)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.client.shard_update import ShardUpdate
-from pscluster.ps.handles.gradient_plans import GradientPlan
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.scope import current_creator
@@ -33,9 +32,9 @@ class Parameter(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """Gradients for one optimizer, or for the plan of one: pairs of a gradient, or None, and its variable."""
+    """Gradients for one optimizer: pairs of a gradient, or None, and its variable."""
 
-    optimizer: Optimizer | GradientPlan
+    optimizer: Optimizer
     pairs: Sequence[tuple[Gradient | None, Variable]]
 
 
@@ -84,8 +83,7 @@ def apply_all(
     with variables[0].client.gate:
         updates: list[ShardUpdate] = []
         for optimizer, pairs in gradients:
-            plan = optimizer.plan_for(pairs) if isinstance(optimizer, Optimizer) else optimizer
-            updates += plan.updates_of(pairs, examples=examples)
+            updates += optimizer.plan_for(pairs).updates_of(pairs, examples=examples)
         for kind, value, variable in others:
             updates += variable.shard_updates(kind, value)
         if updates:
