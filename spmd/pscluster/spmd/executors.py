@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pscluster.core.errors import CancelledError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
@@ -104,6 +104,11 @@ def _cause_of(error: CancelledError) -> PsClusterError:
     return cancelled
 
 
+def _raise_cause(error: CancelledError) -> NoReturn:
+    cause = _cause_of(error)
+    raise cause from cause.__cause__
+
+
 class _OnWorkers:
     """A program that runs on workers."""
 
@@ -125,7 +130,7 @@ class _OnWorkers:
             try:
                 self._fetched = [value.fetch(0) for value in self._values]
             except CancelledError as error:
-                raise (cause := _cause_of(error)) from cause.__cause__
+                _raise_cause(error)
         return self._fetched
 
 
@@ -240,7 +245,7 @@ class Workers:
             try:
                 return _OnWorkers(call())
             except CancelledError as error:
-                raise (cause := _cause_of(error)) from cause.__cause__
+                _raise_cause(error)
         self._step = _Step()
         self._step.start(coordinator, call, program)
         return self._step

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.spmd.functions.applying import apply, axes_of, block, implements, normal_axes, numpys, xp
-from pscluster.spmd.functions.reductions import reduced
+from pscluster.spmd.functions.reductions import reduced, squared
 from pscluster.spmd.tensor import DTensor
 
 
@@ -22,8 +22,7 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
     if isinstance(ord, str) and not is_matrix:
         raise ValueError(f"Invalid norm order '{ord}' for vectors")  # NumPy's words
     if (ord is None and (axis is None or is_matrix)) or ord == "fro" or (ord in (None, 2) and len(axes) == 1):
-        square = x.real**2 + x.imag**2 if x.dtype.kind == "c" else x * x
-        return xp.sqrt(xp.sum(square, axis=axes, keepdims=keepdims))
+        return xp.sqrt(xp.sum(squared(x), axis=axes, keepdims=keepdims))
     if is_matrix:
         return matrix_norm_of_whole(x, ord, axes, keepdims)
     if len(axes) != 1:

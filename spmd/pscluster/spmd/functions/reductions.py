@@ -199,6 +199,11 @@ def _mean_of(a: DTensor, axis: Any, dtype: np.dtype[Any], mask: DTensor, *, keep
     return xp.divide(total, reduce(np.add, mask, axis, keepdims=keepdims)).astype(dtype)
 
 
+def squared(a: Any) -> Any:
+    """Return the squares of numbers' absolute values; real ones of complex numbers."""
+    return a.real**2 + a.imag**2 if a.dtype.kind == "c" else a * a
+
+
 def _count(a: DTensor, axis: Any) -> int:
     return math.prod(a.shape[at] for at in normal_axes(axis, a.ndim))
 
@@ -246,7 +251,7 @@ def var(
     else:
         centre = _mean_of(a, axis, work, mask, keepdims=True)
     apart: Any = a - centre
-    square = apart.real**2 + apart.imag**2 if apart.dtype.kind == "c" else apart * apart
+    square = squared(apart)
     of_real, work = np.empty(0, of).real.dtype, np.empty(0, work).real.dtype
     if mask is None:
         return _divided(reduce(np.add, square, axis, work, None, keep), max(_count(a, axis) - ddof, 0), of_real)
@@ -306,7 +311,7 @@ def nanvar(
         return var(a, axis, dtype, None, ddof, keepdims, where=where, mean=mean)
     centre = nanmean(a, axis, dtype, None, True, where=where) if mean is _NO_VALUE else mean
     apart: Any = xp.where(xp.isnan(a), a.dtype.type(0), a - centre)
-    square = apart.real**2 + apart.imag**2 if apart.dtype.kind == "c" else apart * apart
+    square = squared(apart)
     keep = _flag(keepdims)
     left: Any = _counted(a, axis, keepdims=keep, where=where) - ddof
     total: Any = reduce(np.add, square, axis, None, None, keep, where=where)
