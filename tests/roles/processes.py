@@ -107,7 +107,7 @@ Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
 
 _RESERVED = 300
 _reserved: deque[socket.socket] = deque()
-"""The UDP ports with the numbers of those that were given last, which may not be bound yet; nobody uses UDP there."""
+"""The UDP ports with the numbers of those that were given last, which may not be bound yet: no role uses UDP."""
 
 
 def free_addresses(count: int) -> list[str]:

@@ -334,7 +334,7 @@ def test_a_mailbox_is_made_at_first_use() -> None:
             (hosted,) = membership.gangs._hosted.values()
             links: Any = context.replica._gang
             assert links._mailbox is None
-            context.cancel()  # there is nobody to wake
+            context.cancel()  # there is no thread to wake
             assert links._mailbox is None
             made = hosted.mailbox
             assert made is links.mailbox

@@ -1,8 +1,8 @@
 """An `EmbeddingTable` of a checkpoint, mapped into memory: its rows are found by their ids, which are held sorted.
 
 Strings are sorted by a hash of them: in a table of a million rows numbers are found in a third of the time. Two strings
-may have one hash, so those that follow are compared as well. Whoever chooses ids can't make many of one hash, since the
-hash has a key that only this process knows.
+may have one hash, so those that follow are compared as well. No one can choose ids so that many have one hash, since
+the hash has a key that only this process knows.
 """
 
 from __future__ import annotations

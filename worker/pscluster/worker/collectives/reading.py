@@ -35,7 +35,7 @@ class Reader(Enum):
     EXCHANGE_LISTENS = auto()
     EXCHANGE_RECEIVES = auto()
     FUNCTION = auto()
-    NOBODY = auto()
+    OVER = auto()
 
 
 class Turns:
@@ -75,7 +75,7 @@ class Turns:
 
     def end(self) -> None:
         """Note that nothing more comes."""
-        self.reader = Reader.NOBODY
+        self.reader = Reader.OVER
 
 
 class Reading:
@@ -98,7 +98,7 @@ class Reading:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._turns.reader is not Reader.FUNCTION)
-                if self._turns.reader is Reader.NOBODY:
+                if self._turns.reader is Reader.OVER:
                     break
             if self._exchange_readable(_LISTEN_SECONDS):
                 with self._changed:
