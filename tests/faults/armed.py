@@ -40,7 +40,7 @@ from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.core.context import current_function
 from pscluster.core.errors import UnavailableError
-from pscluster.ps.client.reduction import REDUCED_BYTES
+from pscluster.ps.client.synchronous.reduction import REDUCED_BYTES
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import worker_pb2
 

@@ -10,7 +10,7 @@ from tests.faults.support import kill_when_up, running_job
 
 from pscluster.coordinator.api import ParameterServerStrategy, Variable
 from pscluster.core.phases import Begun
-from pscluster.ps.handles.fetched_rows import FetchedRows
+from pscluster.ps.handles.rows.fetched_rows import FetchedRows
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 

@@ -97,7 +97,7 @@ HALF_A_STEP = """
     import numpy as np
     from pscluster.coordinator import FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable
     from pscluster.core.context import FunctionContext, running
-    from pscluster.ps.client.steps import ReplicaSteps
+    from pscluster.ps.client.synchronous.steps import ReplicaSteps
     from tests.faults.steps import note
 
     strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))

@@ -42,7 +42,7 @@ from pscluster.coordinator.job.live_job import continue_job
 from pscluster.coordinator.moves.balance import PlannedMove
 from pscluster.coordinator.moves.mover import Moved
 from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, PsClusterError, UnavailableError
-from pscluster.ps.client.reduction import REDUCED_BYTES
+from pscluster.ps.client.synchronous.reduction import REDUCED_BYTES
 from pscluster.v1 import node_pb2
 
 SERVER = "ps/rpc:/pscluster.v1.ParameterServer"

@@ -38,7 +38,7 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.moves.plan import Plan, ProposedCut
 from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
-from pscluster.ps.client.reduction import REDUCED_BYTES
+from pscluster.ps.client.synchronous.reduction import REDUCED_BYTES
 
 ROWS, DIM, BATCH = 4000, 4, 256
 Ids = npt.NDArray[np.int64]

@@ -24,9 +24,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.jax.arrays import is_traced, on_device
 from pscluster.jax.state import StateChanges, changes_of, is_state
-from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import (
+from pscluster.ps.handles.gradients.parameters import (
     Applied,
     Parameter,
     apply_all,
@@ -35,8 +33,10 @@ from pscluster.ps.handles.parameters import (
     is_finite,
     nonfinite,
 )
+from pscluster.ps.handles.indexing import Array
+from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.reads import read_variables
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 
 @dataclass(frozen=True, eq=False, repr=False)

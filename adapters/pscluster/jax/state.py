@@ -15,7 +15,7 @@ import numpy as np
 from pscluster.core.context import current_function
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 
 class StateChanges(NamedTuple):

@@ -16,10 +16,10 @@ import numpy as np
 
 from pscluster.core.errors import MisuseError
 from pscluster.keras.copies import Copy, to_numpy
+from pscluster.ps.handles.gradients.parameters import apply_all
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import apply_all
 from pscluster.ps.handles.reads import read_variables
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 logger = logging.getLogger(__name__)
 

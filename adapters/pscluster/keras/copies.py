@@ -23,7 +23,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.keras.own_steps import AppliedGradients, has_own
 from pscluster.keras.tables import Table, embeddings_of
 from pscluster.ps.handles.indexing import IndexedSlices
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 Array = Any  # of NumPy, or of Keras' backend
 

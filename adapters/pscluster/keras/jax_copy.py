@@ -14,7 +14,7 @@ from pscluster.keras.copies import Array, Copy, StepOutcome
 from pscluster.keras.own_steps import data_of
 from pscluster.keras.tables import LookUp, Rows, fetch
 from pscluster.ps.handles.indexing import IndexedSlices
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 
 class JaxCopy(Copy):

@@ -7,7 +7,7 @@ from typing import Any
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles import optimizers
-from pscluster.ps.handles.optimizer import LearningRate, Optimizer
+from pscluster.ps.handles.gradients.optimizer import LearningRate, Optimizer
 from pscluster.ps.optim import schedules
 
 _OPTIMIZERS: dict[str, type[Optimizer]] = {

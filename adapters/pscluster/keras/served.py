@@ -28,11 +28,11 @@ from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.lazy_zeros import zeros_for
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
+from pscluster.ps.handles.gradients.parameters import Applied, apply_all, assign_all, is_finite, nonfinite
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import Applied, apply_all, assign_all, is_finite, nonfinite
 from pscluster.ps.handles.reads import read_variables
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 # The functions of the models that this process serves; workers have them in place of their handles.
 model_functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()

@@ -14,8 +14,8 @@ from pscluster.keras.optimizers import mapped
 from pscluster.keras.own_steps import has_own
 from pscluster.keras.served import ServedModel, model_functions, numpy_of
 from pscluster.keras.tables import chosen
+from pscluster.ps.handles.gradients.parameters import Parameter, create_variables
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import Parameter, create_variables
 from pscluster.ps.handles.scope import current_creator
 
 

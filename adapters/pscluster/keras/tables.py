@@ -21,11 +21,11 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
+from pscluster.ps.handles.gradients.parameters import distinct
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import distinct
 from pscluster.ps.handles.reads import distinct_rows
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 logger = logging.getLogger(__name__)
 

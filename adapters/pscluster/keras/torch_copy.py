@@ -15,7 +15,7 @@ from pscluster.keras.copies import Array, Copy, StepOutcome, to_numpy
 from pscluster.keras.own_steps import data_of
 from pscluster.keras.tables import Rows, fetch
 from pscluster.ps.handles.indexing import IndexedSlices
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 logger = logging.getLogger(__name__)
 

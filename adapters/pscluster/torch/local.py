@@ -24,10 +24,10 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.ps.handles.gradients.parameters import Applied, nonfinite
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
-from pscluster.ps.handles.parameters import Applied, nonfinite
 from pscluster.ps.handles.reads import rows_and_variables
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.torch.structure import Structure
 from pscluster.torch.tables import Table
 from pscluster.torch.tensors import array_of, name_of, tensor_of

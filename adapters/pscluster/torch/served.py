@@ -15,11 +15,11 @@ from torch import nn
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.ps.handles.gradients.parameters import apply_all, assign_all
 from pscluster.ps.handles.indexing import Ids
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import apply_all, assign_all
 from pscluster.ps.handles.reads import read_variables
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.torch.local import Pool, pool_of
 from pscluster.torch.structure import plain_name
 from pscluster.torch.tensors import array_of, tensor_of

@@ -16,8 +16,8 @@ from torch import nn
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import FunctionHandle, capture
+from pscluster.ps.handles.gradients.parameters import Parameter, create_variables
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import Parameter, create_variables
 from pscluster.ps.handles.scope import current_creator
 from pscluster.torch.local import module_of
 from pscluster.torch.served import ServedModule

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn import functional
 
 from pscluster.core.errors import MisuseError
+from pscluster.ps.handles.gradients.parameters import distinct
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices
-from pscluster.ps.handles.parameters import distinct
 from pscluster.ps.handles.reads import distinct_rows
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.torch.structure import Owner
 from pscluster.torch.tensors import array_of, tensor_of
 

@@ -50,15 +50,15 @@ from pscluster.ps import table_policies as table_policies
 from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.indexing import IndexedSlices
-from pscluster.ps.handles.lookup import (
+from pscluster.ps.handles.rows.lookup import (
     embedding_bag,
     embedding_lookup,
     embedding_lookup_sparse,
     safe_embedding_lookup_sparse,
 )
-from pscluster.ps.handles.sharded import ShardedVariable
-from pscluster.ps.handles.table import EmbeddingTable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.rows.table import EmbeddingTable
+from pscluster.ps.handles.variables.sharded import ShardedVariable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.per_worker_variable import PerWorkerVariable

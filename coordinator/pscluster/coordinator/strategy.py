@@ -31,7 +31,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with, current_creator, has_creator
-from pscluster.ps.handles.variable import Shard, Variable
+from pscluster.ps.handles.variables.variable import Shard, Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.strategy import ReduceOp, Strategy
 

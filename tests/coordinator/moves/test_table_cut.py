@@ -11,7 +11,7 @@ import pytest
 from pscluster.coordinator.moves.reshard import merged
 from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.ps.client.reshard_steps import ReshardSteps
+from pscluster.ps.client.placement.reshard_steps import ReshardSteps
 from pscluster.ps.optim.rules import Adagrad
 from pscluster.ps.server.embedding.table_policy import Sightings, ages
 from pscluster.ps.server.embedding.tables import new_array, rows_of, space_of

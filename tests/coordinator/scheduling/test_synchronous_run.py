@@ -29,7 +29,7 @@ from pscluster.coordinator import (
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import MisuseError, UnavailableError
 from pscluster.ps.client.connections import Session
-from pscluster.ps.client.steps import ReplicaSteps
+from pscluster.ps.client.synchronous.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 
 LAST, ALL, MEAN = worker_pb2.SynchronousSteps.LAST, worker_pb2.SynchronousSteps.ALL, worker_pb2.SynchronousSteps.MEAN

@@ -23,7 +23,7 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
-from pscluster.ps.client.reduction import REDUCED_BYTES
+from pscluster.ps.client.synchronous.reduction import REDUCED_BYTES
 
 REPLICAS, BATCH, STEPS = 4, 8, 40
 ROWS, DIM, IDS = 1000, 4, 3

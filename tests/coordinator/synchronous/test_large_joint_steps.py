@@ -27,7 +27,7 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
-from pscluster.ps.client.joint_steps import MAX_SECONDS
+from pscluster.ps.client.synchronous.joint_steps import MAX_SECONDS
 from pscluster.worker.synchronous.steps import COSTLY_BYTES
 
 REPLICAS = 3

@@ -42,8 +42,8 @@ from pscluster.core.errors import (
     UnavailableError,
 )
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.client.reads.plans import ShardRead
+from pscluster.ps.client.updates.shard_update import ShardUpdate
 from pscluster.v1 import ps_pb2
 
 DIM = 4

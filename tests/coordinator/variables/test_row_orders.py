@@ -32,7 +32,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.checkpoints import tools
-from pscluster.ps.handles.blocks import BlockUpdate, read_blocks, shard_updates
+from pscluster.ps.handles.variables.blocks import BlockUpdate, read_blocks, shard_updates
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES
 from pscluster.v1 import ps_pb2

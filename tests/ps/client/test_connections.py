@@ -22,7 +22,7 @@ from pscluster.core.transport.frames import view
 from pscluster.ps.client import connections
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Server
-from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.client.updates.shard_update import ShardUpdate
 from pscluster.v1 import ps_pb2
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.worker.execution.test_runner import Stream, kinds, make_job, step
 
 from pscluster.coordinator.data.per_worker import PerWorkerIterator
-from pscluster.ps.client.overlap import OverlapQueue
+from pscluster.ps.client.overlap.queue import OverlapQueue
 from pscluster.worker.data.per_worker import WorkerIterator
 from pscluster.worker.execution.preparations import Preparations
 from pscluster.worker.steps.overlap import logs_of_overlapped_steps

@@ -21,10 +21,10 @@ from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import Buffer
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.copies import Copies
-from pscluster.ps.client.overlap import OverlapQueue
+from pscluster.ps.client.overlap.queue import OverlapQueue
+from pscluster.ps.client.synchronous.copies import Copies
 from pscluster.ps.handles.registry import handle_of
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import definition_pb2, ps_pb2, worker_pb2
 from pscluster.worker.collectives.connection_pool import ConnectionPool
 from pscluster.worker.collectives.membership import Membership

@@ -27,7 +27,7 @@ from pscluster.core.role.options import (
 from pscluster.core.role.process import main_of
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
-from pscluster.ps.client.read_cache import cache_bytes
+from pscluster.ps.client.reads.cache import cache_bytes
 from pscluster.v1 import node_pb2
 from pscluster.worker.process import WorkerProcess
 from pscluster.worker.servers import watch_listing

@@ -18,7 +18,7 @@ from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.dtypes import converted, dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.operators import Arithmetic
+from pscluster.ps.handles.variables.operators import Arithmetic
 from pscluster.ps.spec import check_kind
 from pscluster.v1 import ps_pb2
 

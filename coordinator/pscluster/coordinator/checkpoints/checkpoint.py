@@ -45,7 +45,7 @@ from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClus
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.ps.spec import part_name
 from pscluster.ps.storage.files.tensor_files import Array, join
 from pscluster.v1 import ps_pb2

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pscluster.coordinator.checkpoints.index import Index, SavedVariable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 logger = logging.getLogger(__name__)
 

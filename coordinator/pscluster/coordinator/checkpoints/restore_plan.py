@@ -10,8 +10,8 @@ from typing import Any
 from pscluster.coordinator.checkpoints.index import SavedVariable
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.geometry.moves import moves
-from pscluster.ps.handles.table import EmbeddingTable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.rows.table import EmbeddingTable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.ps.row_ids import can_hold, kind_of
 from pscluster.ps.spec import row_order_message
 from pscluster.v1 import ps_pb2

@@ -28,7 +28,7 @@ from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import StaysHere
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessMap

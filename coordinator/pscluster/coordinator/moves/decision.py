@@ -16,10 +16,11 @@ the next one.
 
 So reads wait only from DROP to SERVE, for the coordinator's round trip: no reader of the source can miss what another
 has written at the target. Updates of this one shard wait from FREEZE to SERVE: while the last pages travel and the
-target saves. Functions are not stopped, and no barrier is needed: clients follow the shard (`ps.client.placements`),
-and repeat what was refused under the same keys, which have moved with it. Only in a strategy whose replicas step
-together is the job held between two functions, from FREEZE to SERVE: contributions to steps are staged on the servers
-that had the shards when the function began. If that cannot be had within a time, the move is undone.
+target saves. Functions are not stopped, and no barrier is needed: clients follow the shard
+(`ps.client.placement.placements`), and repeat what was refused under the same keys, which have moved with it. Only in a
+strategy whose replicas step together is the job held between two functions, from FREEZE to SERVE: contributions to
+steps are staged on the servers that had the shards when the function began. If that cannot be had within a time, the
+move is undone.
 
     TRACK -> COPY -> FREEZE -> COMMIT -> DROP -> SERVE -> TELL -> moved
       |       |        |         \\--no answer--> WITHDRAW --it had been saved--> DROP -> ...

@@ -20,8 +20,8 @@ from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterErro
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
 from pscluster.core.limits import MAX_COUNT
-from pscluster.ps.client.move_steps import MoveSteps, Pages
-from pscluster.ps.handles.variable import Shard, Variable
+from pscluster.ps.client.placement.move_steps import MoveSteps, Pages
+from pscluster.ps.handles.variables.variable import Shard, Variable
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.tables import row_items, width_of

@@ -15,8 +15,8 @@ then it can be undone; from then on it is completed, by this coordinator or the 
 Of an `EmbeddingTable`, rows are copied by their ids: see `table_cut`.
 
 All of that happens at a barrier: functions that have begun end first, queued ones wait, and so do other threads of the
-script (`ps.client.cuts.Gate`). So there is no update under way, none that a retried function would repeat, and no
-reader. Functions that are retried later begin anew, with the new number; those with a key that have ended are
+script (`ps.client.placement.cuts.Gate`). So there is no update under way, none that a retried function would repeat,
+and no reader. Functions that are retried later begin anew, with the new number; those with a key that have ended are
 recognized by what the new shards remember: each new shard the updates that any old one has had.
 
 Where replicas step together, the barrier lies between two calls of `run`. There all servers apply the steps that are

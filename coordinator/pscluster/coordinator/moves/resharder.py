@@ -34,9 +34,9 @@ from pscluster.core.fault_points import reach
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.reshard_steps import ReshardSteps
-from pscluster.ps.handles.slots import SlotVariable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.client.placement.reshard_steps import ReshardSteps
+from pscluster.ps.handles.variables.slots import SlotVariable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.ps.spec import AVERAGE, MOVE_BYTES, RESERVED, row_order_message
 from pscluster.v1 import ps_pb2
 

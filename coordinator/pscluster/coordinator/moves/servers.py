@@ -31,7 +31,7 @@ from pscluster.coordinator.moves.mover import Moved, ShardMover, held
 from pscluster.core.errors import BusyError, MisuseError, UnavailableError
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello, wait_for_peers
-from pscluster.ps.client.move_steps import MoveSteps
+from pscluster.ps.client.placement.move_steps import MoveSteps
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.moves.reshard import unfinished
 from pscluster.core.ids import fresh_id
-from pscluster.ps.client.move_steps import MoveSteps
-from pscluster.ps.client.reshard_steps import ReshardSteps
+from pscluster.ps.client.placement.move_steps import MoveSteps
+from pscluster.ps.client.placement.reshard_steps import ReshardSteps
 
 
 def settle_moves(context: JobContext) -> None:

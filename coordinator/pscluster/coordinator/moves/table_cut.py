@@ -22,7 +22,7 @@ from pscluster.coordinator.moves.reshard import pieces
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.reshard_steps import ReshardSteps
+from pscluster.ps.client.placement.reshard_steps import ReshardSteps
 from pscluster.ps.spec import MOVE_BYTES
 from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of, width_of
 from pscluster.v1 import ps_pb2

@@ -17,7 +17,7 @@ from typing import Any
 
 from pscluster.core.errors import PsClusterError
 from pscluster.core.ids import fresh_id
-from pscluster.ps.client.updates import Updater
+from pscluster.ps.client.updates.updater import Updater
 from pscluster.ps.spec import steps_lost
 from pscluster.v1 import worker_pb2
 

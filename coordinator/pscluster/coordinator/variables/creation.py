@@ -25,7 +25,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
-from pscluster.ps.handles.variable import Variable, VariableList
+from pscluster.ps.handles.variables.variable import Variable, VariableList
 from pscluster.ps.spec import NOT_IN_STEP, OWN_RULE, RESERVED, partition_of, row_order_message
 from pscluster.v1 import definition_pb2, ps_pb2
 

@@ -20,9 +20,9 @@ from pscluster.core.errors import PsClusterError, UnknownVariableError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.sharded import JoinedVariable
-from pscluster.ps.handles.slots import SlotVariable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.sharded import JoinedVariable
+from pscluster.ps.handles.variables.slots import SlotVariable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.ps.spec import RESERVED
 from pscluster.v1 import ps_pb2
 

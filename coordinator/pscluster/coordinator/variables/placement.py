@@ -19,7 +19,7 @@ from pscluster.core.display.notebook import html_table
 from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry.partition import Block, Partition
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),
         *("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal"),
     ),
-    "pscluster.ps.handles.lookup": (
+    "pscluster.ps.handles.rows.lookup": (
         "embedding_bag",
         "embedding_lookup",
         "embedding_lookup_sparse",
@@ -54,8 +54,8 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("InverseTimeDecay", "CosineDecay", "CosineDecayRestarts", "WarmUp"),
     ),
     "pscluster.ps.handles.indexing": ("IndexedSlices",),
-    "pscluster.ps.handles.sharded": ("ShardedVariable",),
-    "pscluster.ps.handles.variable": ("Variable",),
+    "pscluster.ps.handles.variables.sharded": ("ShardedVariable",),
+    "pscluster.ps.handles.variables.variable": ("Variable",),
     "pscluster.torch.served": ("ServedModule",),
     "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),

@@ -34,12 +34,12 @@ from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
 from pscluster.ps.client.connections import Server, Way
-from pscluster.ps.client.cuts import Gate
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
-from pscluster.ps.client.placements import Placements
-from pscluster.ps.client.reads import Reader
-from pscluster.ps.client.shard_update import ShardUpdate
-from pscluster.ps.client.updates import Updater
+from pscluster.ps.client.placement.cuts import Gate
+from pscluster.ps.client.placement.placements import Placements
+from pscluster.ps.client.reads.reader import Reader
+from pscluster.ps.client.updates.shard_update import ShardUpdate
+from pscluster.ps.client.updates.updater import Updater
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.spec import COPY, METADATA, OWN_RULE, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
@@ -88,7 +88,7 @@ class PsClient:
         self._identity = identity
         self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
         self.gate = Gate()
-        """What uses the cuts of variables passes it; see `cuts`."""
+        """What uses the cuts of variables passes it; see `placement.cuts`."""
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)

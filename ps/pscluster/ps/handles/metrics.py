@@ -22,10 +22,10 @@ from pscluster.core import checks
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
 from pscluster.core.handles import Handle
-from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.client.updates.shard_update import ShardUpdate
 from pscluster.ps.handles.reads import read_variables
 from pscluster.ps.handles.scope import current_creator, has_creator
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import ps_pb2
 
 State = dict[str, npt.NDArray[Any]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Unpack
 
-from pscluster.ps.handles.optimizer import CLASSES, Common, LearningRate, Optimizer
+from pscluster.ps.handles.gradients.optimizer import CLASSES, Common, LearningRate, Optimizer
 from pscluster.ps.optim import rules
 from pscluster.ps.optim.schedules import LearningRateSchedule
 

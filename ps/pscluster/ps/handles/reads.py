@@ -17,12 +17,12 @@ from pscluster.core.phases import Begun, Phases, run
 from pscluster.core.values import map_structure
 from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.overlap import fetched_rows
-from pscluster.ps.client.read_plans import ShardRead
+from pscluster.ps.client.overlap.queue import fetched_rows
+from pscluster.ps.client.reads.plans import ShardRead
 from pscluster.ps.handles.indexing import Array, Ids
-from pscluster.ps.handles.operators import Arithmetic
-from pscluster.ps.handles.row_requests import distinct_reads
+from pscluster.ps.handles.rows.requests import distinct_reads
 from pscluster.ps.handles.shard_requests import ShardRequests
+from pscluster.ps.handles.variables.operators import Arithmetic
 
 _NOT_NESTED = (Set, Iterator, KeysView, ValuesView, ItemsView, deque)  # callers would expect these to be read
 

@@ -13,9 +13,9 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.metrics import Metric
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.sharded import JoinedVariable
-from pscluster.ps.handles.slots import SlotVariable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.sharded import JoinedVariable
+from pscluster.ps.handles.variables.slots import SlotVariable
+from pscluster.ps.handles.variables.variable import Variable
 
 
 def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Callable[[str, str], Any]) -> Handle | None:

@@ -18,7 +18,7 @@ from pscluster.v1 import definition_pb2, ps_pb2
 
 if TYPE_CHECKING:
     from pscluster.ps.client.client import PsClient
-    from pscluster.ps.handles.variable import Variable
+    from pscluster.ps.handles.variables.variable import Variable
 
 _T = TypeVar("_T")
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]

@@ -24,9 +24,9 @@ from pscluster.core.geometry.rows import ShardRows, check_ids, split_rows
 from pscluster.core.geometry.selection import AxisSlice, Selection, select
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.cuts import SharedCut
-from pscluster.ps.client.read_plans import ShardRead, WholeVariable
-from pscluster.ps.client.shard_update import Encoding, ShardUpdate
+from pscluster.ps.client.placement.cuts import SharedCut
+from pscluster.ps.client.reads.plans import ShardRead, WholeVariable
+from pscluster.ps.client.updates.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
 from pscluster.ps.row_ids import RowIds, rows_by
 from pscluster.ps.spec import check_kind

@@ -20,7 +20,7 @@ from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles import optimizers
-from pscluster.ps.handles.optimizer import LearningRate
+from pscluster.ps.handles.gradients.optimizer import LearningRate
 from pscluster.ps.handles.scope import VariableRequest, creating_with
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.optim.specs import rule_of

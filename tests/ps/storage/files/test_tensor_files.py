@@ -30,9 +30,9 @@ from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.client.placements import Placements
+from pscluster.ps.client.placement.placements import Placements
 from pscluster.ps.handles.indexing import whole_index
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.ps.optim.kernels import new_slots
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.optim.rules import RULES

@@ -26,8 +26,8 @@ from functools import partial
 from pscluster.core.context import FunctionContext, on_behalf_of
 from pscluster.core.errors import FunctionCancelled
 from pscluster.core.handles import Handle
-from pscluster.ps.client.overlap import StepOverlap
-from pscluster.ps.handles.fetched_rows import FetchedRows
+from pscluster.ps.client.overlap.queue import StepOverlap
+from pscluster.ps.handles.rows.fetched_rows import FetchedRows
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.look_ahead import LookAhead
 from pscluster.worker.data.per_worker import WorkerIterator

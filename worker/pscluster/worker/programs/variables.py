@@ -19,9 +19,9 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
 from pscluster.core.geometry.partition import Block
-from pscluster.ps.handles.blocks import BlockUpdate, read_blocks, shard_updates
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variables.blocks import BlockUpdate, read_blocks, shard_updates
+from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import ps_pb2
 from pscluster.worker.programs.program import Program, Update
 

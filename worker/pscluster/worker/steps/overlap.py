@@ -44,9 +44,9 @@ from typing import Any, NamedTuple
 from pscluster.core.context import FunctionContext, current_function, on_behalf_of
 from pscluster.core.errors import FunctionCancelled
 from pscluster.core.phases import Begun
-from pscluster.ps.client.overlap import StepOverlap
-from pscluster.ps.client.own_thread import OwnThread
-from pscluster.ps.handles.fetched_rows import FetchedRows
+from pscluster.ps.client.overlap.own_thread import OwnThread
+from pscluster.ps.client.overlap.queue import StepOverlap
+from pscluster.ps.handles.rows.fetched_rows import FetchedRows
 from pscluster.worker.steps.training import StepLogs, logs_of_steps
 
 Lookups = Callable[..., Any]

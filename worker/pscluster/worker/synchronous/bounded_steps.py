@@ -31,8 +31,8 @@ from typing import Any
 
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import ProtocolError
-from pscluster.ps.client.bounded import BoundedSteps
-from pscluster.ps.client.overlap import StepOverlap
+from pscluster.ps.client.overlap.queue import StepOverlap
+from pscluster.ps.client.synchronous.bounded import BoundedSteps
 from pscluster.v1 import ps_pb2, worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext

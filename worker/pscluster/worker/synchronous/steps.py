@@ -29,10 +29,10 @@ from pscluster.core.context import MAX_STEPS, FunctionContext
 from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.copies import Copies
-from pscluster.ps.client.joint_steps import MAX_SECONDS, JointSteps, StepAlone
-from pscluster.ps.client.reduction import agree
-from pscluster.ps.client.steps import ReplicaSteps
+from pscluster.ps.client.synchronous.copies import Copies
+from pscluster.ps.client.synchronous.joint_steps import MAX_SECONDS, JointSteps, StepAlone
+from pscluster.ps.client.synchronous.reduction import agree
+from pscluster.ps.client.synchronous.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext

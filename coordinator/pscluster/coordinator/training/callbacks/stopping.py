@@ -16,8 +16,8 @@ from pscluster.coordinator.training.callbacks.checkpoint import manager_of, save
 from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
 from pscluster.core import checks
 from pscluster.core.errors import CheckpointError
-from pscluster.ps.handles.table import EmbeddingTable
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.rows.table import EmbeddingTable
+from pscluster.ps.handles.variables.variable import Variable
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Steps that overlap: rows fetched ahead, and pushes that return at once."""

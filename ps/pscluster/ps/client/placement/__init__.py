@@ -1,0 +1,1 @@
+"""Where shards are, how variables are cut, and how that is changed."""

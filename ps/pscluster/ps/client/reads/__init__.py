@@ -1,0 +1,1 @@
+"""Reads of the parameter servers: what is asked of which server, and kept copies."""

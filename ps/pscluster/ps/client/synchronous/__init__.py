@@ -1,0 +1,1 @@
+"""A replica's part in synchronous steps."""

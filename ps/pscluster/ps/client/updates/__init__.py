@@ -1,0 +1,1 @@
+"""Updates of the parameter servers, whole and in fewer bytes."""

@@ -1,0 +1,1 @@
+"""Rows of tables by id: tables that grow, lookups, and their plans."""

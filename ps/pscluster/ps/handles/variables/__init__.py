@@ -1,0 +1,1 @@
+"""Variables as users hold them, whole, in shards, and in blocks."""
