@@ -6,6 +6,7 @@ NumPy's own arrays, dask's and ours go through the same lines.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,13 @@ def initial_state() -> list[list[Any]]:
     return [[value, np.zeros_like(value), np.zeros_like(value)] for value in parameters()]
 
 
-def train_step(state: Any, x: Any, classes: Any) -> tuple[Any, Any]:
-    """Return the state after a step, and the loss, a mean of the batch's."""
+def train_step(
+    state: Any, x: Any, classes: Any, summed: Callable[[list[Any]], list[Any]] = lambda gradients: gradients
+) -> tuple[Any, Any]:
+    """Return the state after a step, and the loss, a mean of the batch's.
+
+    `summed` is called on gradients before they are applied, where the batch is a part of one.
+    """
     (kernel_1, *_), (bias_1, *_), (kernel_2, *_), (bias_2, *_) = state
     hidden = np.maximum(x @ kernel_1 + bias_1, 0)
     logits = hidden @ kernel_2 + bias_2
@@ -53,7 +59,7 @@ def train_step(state: Any, x: Any, classes: Any) -> tuple[Any, Any]:
     loss = (np.log(sums) - (shifted * classes).sum(axis=1, keepdims=True)).sum() / BATCH
     wrong = (exponents / sums - classes) / BATCH
     back = (wrong @ kernel_2.T) * (hidden > 0)
-    gradients = [x.T @ back, back.sum(axis=0), hidden.T @ wrong, wrong.sum(axis=0)]
+    gradients = summed([x.T @ back, back.sum(axis=0), hidden.T @ wrong, wrong.sum(axis=0)])
     after = []
     for (value, first, second), gradient in zip(state, gradients, strict=True):
         first = BETA_1 * first + (1 - BETA_1) * gradient

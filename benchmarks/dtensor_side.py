@@ -12,8 +12,10 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import array_models as models
 import torch
+import torch.distributed as dist
 from driver import Handlers, serve
-from gloo_side import asked_members, join_group, time_requests
+from gloo_side import join_group
+from members import asked_members, time_requests
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 
@@ -48,7 +50,7 @@ def member(rank: int, size: int, where: str) -> None:
     """Join the group, and time what is asked for."""
     join_group(rank, size, where)
     run = steps_of(init_device_mesh("cpu", (size,)))
-    time_requests(lambda request: lambda: run(request["n"]))
+    time_requests(lambda request: lambda: run(request["n"]), dist.barrier)
 
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:

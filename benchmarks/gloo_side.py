@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +17,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import torch
 import torch.distributed as dist
 from driver import Handlers, serve
+from members import asked_members, time_requests
 from step_models import SIZES, batch
 
 
@@ -38,7 +35,7 @@ def member(rank: int, size: int, where: str) -> None:
             once = functools.partial(dist.all_reduce, array)
         return lambda: [once() for _ in range(request["n"])]
 
-    time_requests(work_of)
+    time_requests(work_of, dist.barrier)
 
 
 def join_group(rank: int, size: int, where: str) -> None:
@@ -46,17 +43,6 @@ def join_group(rank: int, size: int, where: str) -> None:
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # torch imports the library's `profile`, not ours
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=size)
-
-
-def time_requests(work_of: Callable[[Any], Callable[[], object]]) -> None:
-    """Do what is asked for, at once with all others, and print the seconds: a line each, until the input ends."""
-    print("ready", flush=True)
-    for line in sys.stdin:
-        work = work_of(json.loads(line))
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        print(time.perf_counter() - begin, flush=True)
 
 
 def trainer(model: str, rank: int) -> Callable[[], object]:
@@ -77,43 +63,6 @@ def trainer(model: str, rank: int) -> Callable[[], object]:
         optimizer.step()
 
     return step
-
-
-def asked_members(stack: contextlib.ExitStack, script: str, size: int) -> Callable[..., float]:
-    """Start a script's members and wait until all have joined; return what asks all, and takes the longest time."""
-    where = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "meet")
-    members = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), where],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-    def end() -> None:
-        for process in members:
-            process.kill()
-            process.wait(10)
-
-    stack.callback(end)
-
-    def line_of(process: Any) -> str:
-        line: str = process.stdout.readline()
-        assert line, "a member has ended"
-        return line.strip()
-
-    for process in members:
-        assert line_of(process) == "ready"
-
-    def ask(**request: Any) -> float:
-        for process in members:
-            assert process.stdin is not None
-            print(json.dumps(request), file=process.stdin, flush=True)
-        return max(float(line_of(process)) for process in members)
-
-    return ask
 
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:

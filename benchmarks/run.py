@@ -42,6 +42,7 @@ NUMPY, NUMPY_2, DTENSOR, DASK_ARRAY = "NumPy", "NumPy, two threads", "torch DTen
 ALONE, ALONE_2 = "torch, one process", "torch, one process of two threads"
 TENSORFLOW_TABLES, TORCHREC = "TensorFlow, without Keras", "TorchRec"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
+NUMPY_PAIR = "NumPy by hand, two processes"
 OUR_SCRIPTS = {
     OURS: "pscluster_side.py",
     SOCKET: "socket_side.py",
@@ -49,6 +50,7 @@ OUR_SCRIPTS = {
     BARE: "grpc_side.py",
     NUMPY: "numpy_side.py",
     NUMPY_2: "numpy_side.py --threads=2",
+    NUMPY_PAIR: "numpy_pair_side.py",
 }
 PEERS_SCRIPTS = {  # and what has to be installed for them
     TENSORFLOW: ("tensorflow_side.py", "tensorflow"),
@@ -358,7 +360,7 @@ def _array_rows() -> list[Row]:
             "a step of the DTensor guide's network (784-128-10, batch of 128, Adam) as a program, 10 a call",
             "steps/s",
             "train",
-            {OURS: 400, NUMPY: 400, DTENSOR: 100, DASK_ARRAY: 20},
+            {OURS: 400, NUMPY: 400, NUMPY_PAIR: 400, DTENSOR: 100, DASK_ARRAY: 20},
             (((DTENSOR, DASK_ARRAY), 1.0), ((NUMPY,), 1.4)),  # 0.7 of twice what one core does
             _rate(1),
             {"at_once": 10},

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from driver import Handlers, serve
-from gloo_side import asked_members, join_group, time_requests
+from gloo_side import join_group
+from members import asked_members, time_requests
 from recommender import Dense
 from recommender_data import LEARNING_RATE, WIDTH, batches
 
@@ -35,7 +36,7 @@ def member(rank: int, size: int, where: str) -> None:
         once = trainers.get(shape) or trainers.setdefault(shape, trainer(rank, *shape))
         return lambda: [once() for _ in range(-(-request["n"] // size))]  # a step of all is one of each
 
-    time_requests(work_of)
+    time_requests(work_of, dist.barrier)
 
 
 def trainer(rank: int, tables: int, rows: int) -> Callable[[], object]:
