@@ -29,6 +29,7 @@ MAX_COUNT = 1 << 15  # of intervals of functions, and of arrays beside a message
 MAX_ERROR_BYTES = 2400
 MAX_STREAMS = 1024  # concurrent calls on one connection. More wait at the client
 MAX_CONNECTIONS = 8192  # concurrent connections to one role, if there are descriptors for them; see `connections`
+MAX_BACKLOG = 1024  # connections that the kernel keeps until they are accepted: all clients may come back at once
 # For a new connection to complete the handshake of HTTP/2 (and TLS): as long as a client tries.
 HANDSHAKE_SECONDS = 10.0
 MAX_CALL_BYTES = 64 << 10  # of the method and metadata that open a call on the data plane

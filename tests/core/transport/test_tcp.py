@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import select
 import socket
 import struct
 import tempfile
@@ -782,3 +783,26 @@ def test_a_message_that_breaks_half_way_is_the_last_of_its_connection() -> None:
         assert reader.receive() == (Kind.MESSAGE, b"whole")
         with pytest.raises(ClosedError):
             reader.receive()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_crowd_that_connects_at_once_is_kept(kind: str) -> None:
+    """A server's clients come back at once after it has restarted: none is turned away until it is accepted."""
+    with contextlib.ExitStack() as stack:
+        if kind == "tcp":
+            listener = stack.enter_context(server_module.listen("127.0.0.1", 0))
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="psc-", dir="/tmp"))
+            listener = stack.enter_context(unix_sockets.listen(f"{folder}/ps-0"))
+        crowd = [stack.enter_context(socket.socket(listener.family)) for _ in range(300)]
+        for client in crowd:
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError if kind == "tcp" else ()):  # it has begun
+                client.connect(listener.getsockname())
+        unconnected = set(crowd)
+        while unconnected:
+            _, connected, _ = select.select([], unconnected, [], TIMEOUT)
+            assert connected, f"{len(unconnected)} of {len(crowd)} are not connected"
+            unconnected -= set(connected)
+        for client in crowd:
+            client.getpeername()

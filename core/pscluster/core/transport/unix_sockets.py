@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.limits import MAX_BACKLOG
 
 PREFIX = "unix:"
 MAX_PATH_BYTES = 99
@@ -224,7 +225,7 @@ def listen(path: str) -> socket.socket:
     try:
         listener.bind(path)
         make_private(path)
-        listener.listen(128)
+        listener.listen(MAX_BACKLOG)
     except OSError:
         listener.close()
         raise

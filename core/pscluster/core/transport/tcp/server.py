@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, ProtocolError, kind_of
 from pscluster.core.limits import (
     HANDSHAKE_SECONDS,
+    MAX_BACKLOG,
     MAX_CALL_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA,
@@ -395,7 +396,7 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()  # as gRPC does there
-    return socket.create_server((host, port), family=family, backlog=128, reuse_port=share, dualstack_ipv6=both)
+    return socket.create_server((host, port), family=family, backlog=MAX_BACKLOG, reuse_port=share, dualstack_ipv6=both)
 
 
 def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
