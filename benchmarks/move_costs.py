@@ -1,7 +1,8 @@
-"""What it costs training, and readers, that shards move from one parameter server to another.
+"""What it costs training, and readers, that shards move from one parameter server to another, or are cut otherwise.
 
 A table of 64 float32 columns is trained by the rows of 512 random ids a function, beside a dense variable, while its
-shards move one by one from server 0 to server 1. A thread reads two of its rows all the time.
+shards move one by one from server 0 to server 1, or its rows into twice as many shards, by hash. A thread reads two of
+its rows all the time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import statistics
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from pscluster.coordinator import (
     Variable,
     optimizers,
 )
+from pscluster.coordinator.moves.plan import ProposedCut
 
 COLUMNS, IDS = 64, 512
 AHEAD = 20
@@ -110,9 +113,30 @@ def move(mib: int, shards: int, durability: str, seconds: float) -> dict[str, fl
         }
 
 
+def cut(mib: int, shards: int, durability: str, seconds: float) -> dict[str, float]:
+    """Reshard this much; return the part of its rate that training keeps, all seconds, and those without functions."""
+    rows = (mib << 20) // (COLUMNS * 4)
+    with (
+        LocalCluster(2, 1, env=THREADS, log_level="ERROR", durability=durability) as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(shards)) as strategy,
+    ):
+        with strategy.scope():
+            table = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(rows, COLUMNS), dtype=np.float32)
+            dense = Variable(np.zeros((COLUMNS, 256), np.float32), partitioner=FixedShardsPartitioner(1))
+            load = Load(strategy, table, dense)
+        proposed = ProposedCut(table.name, 0, 1.0, shards, 2 * shards, by_rows=True)
+        with load:
+            load.rate(1.0)
+            rate, before = load.rate(seconds), load.done
+            (made,) = strategy.apply(replace(strategy.plan("bytes"), moves=(), cuts=(proposed,))).cuts
+            during_it = (load.done - before) / made.seconds
+            kept = during_it / statistics.mean([rate, load.rate(seconds)])
+        return {"kept": kept, "seconds": made.seconds, "held": made.held_seconds}
+
+
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     """Nothing to start: each question does it."""
-    return {"move": move}, {}
+    return {"move": move, "cut": cut}, {}
 
 
 if __name__ == "__main__":

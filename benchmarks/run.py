@@ -697,6 +697,22 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             ),
             script="move_costs.py",
         )
+    if wanted("cost-cut-1gib"):
+        mib, parts = (64, 2) if quick else (1024, 8)
+        bench.cost(
+            f"{mib:,} MiB of a variable that is cut otherwise while training: the seconds for which functions wait",
+            "a fifth of the time",
+            "cut",
+            {kind: {"mib": mib, "shards": parts, "durability": kind, "seconds": 3.0} for kind in ("none", "log")},
+            lambda answers: (
+                "; ".join(
+                    f"{kind}: {took['held']:.2f} of {took['seconds']:.1f} s, in which training keeps {took['kept']:.2f}"
+                    for kind, took in answers.items()
+                ),
+                all(took["held"] <= took["seconds"] / 5 for took in answers.values()),
+            ),
+            script="move_costs.py",
+        )
     if wanted("cost-starts"):
         n = 10 if quick else 50
         cases = {
@@ -1028,6 +1044,7 @@ COSTS = (
     "cost-durability",
     "cost-healing",
     "cost-move-1gib",
+    "cost-cut-1gib",
     "cost-starts",
     "cost-data",
     "cost-parquet",

@@ -344,9 +344,9 @@ class ParameterServerStrategy(Strategy):
     def apply(self, plan: Plan) -> Applied:
         """Make the moves of a plan, and then its cuts, one after the other, while the job lives.
 
-        Training goes on while a shard moves; see `move_shard`. While a variable is resharded no function runs: its
-        values and slots are copied, a block at a time. Functions and handles go on with its new shards.
-        docs/guarantees.md says what holds.
+        Training goes on while a shard moves, and while the values and slots of a variable are copied into new shards;
+        see `move_shard`. No function runs from then until the last changes are copied, too, nor while the rows of an
+        `EmbeddingTable` are. Functions and handles go on with the new shards. docs/guarantees.md says what holds.
 
         Returns:
             What was moved and cut; and which variables were not cut, and why: a global array's, or one that the script

@@ -900,7 +900,7 @@ class ShardState(_message.Message):
     def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ..., rows: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "start", "named", "num_shards")
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "start", "named", "num_shards", "page_elements", "rows")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
@@ -962,6 +962,8 @@ class MoveRequest(_message.Message):
     START_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     action: MoveRequest.Action
@@ -977,7 +979,9 @@ class MoveRequest(_message.Message):
     start: int
     named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
     num_shards: int
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., start: _Optional[int] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ..., num_shards: _Optional[int] = ...) -> None: ...
+    page_elements: int
+    rows: bytes
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., start: _Optional[int] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ..., num_shards: _Optional[int] = ..., page_elements: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class MoveReply(_message.Message):
     __slots__ = ("state", "changed", "committed", "named", "rows")

@@ -41,6 +41,9 @@ PAGE_ELEMENTS = 1024
 """Elements of a page of a shard, of the values and equally of each slot and average, when it moves to another server: a
 few rows of a table, so that updates of scattered rows change little that must be copied again."""
 
+MAX_PAGES = 1 << 28
+"""Of a shard: a server notes each in two bytes, and answers with a bit for each."""
+
 MOVE_BYTES = 8 << 20
 """The most bytes of pages in one request."""
 

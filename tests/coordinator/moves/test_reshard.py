@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from tests.conftest import SEARCH
 from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, remembered, unfinished
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.geometry.row_orders import RANGE
-from pscluster.ps.server.resharding import Resharding
+from pscluster.ps.client.placement.move_steps import pages_of
+from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
@@ -27,7 +28,7 @@ from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2
 
-JOB, SERVERS, ROWS = 7, 2, 4
+JOB, SERVERS, ROWS, LATER = 7, 2, 4, 5
 MOVE = ps_pb2.MoveRequest
 OLD = ps_pb2.VariableSpec(
     id=1, name="v", dtype="int64", shape=[ROWS], splits=[ps_pb2.AxisSplit(ends=[2, ROWS])], owners=[0, 1]
@@ -64,7 +65,7 @@ class Server:
             for spec, shards in self.saved
         ]
         self.store.directory.restore(held, {})
-        self.resharding = Resharding(cast(StateManager, self))
+        self.moves = Moves(cast(StateManager, self))
 
     def save(self) -> None:
         self.saved = [
@@ -74,12 +75,8 @@ class Server:
 
     def take_over(self) -> None:
         """Begin anew with another coordinator."""
-        self.resharding.persist()
-        self.resharding.forget()
-        for held in self.store.held()[0]:
-            for shard in held.shards.values():
-                with shard.lock:
-                    shard.release()
+        self.moves.persist()
+        self.moves.forget(self.store)
 
     @property
     def specs(self) -> list[ps_pb2.VariableSpec]:
@@ -94,11 +91,12 @@ class World:
     """The servers, and what happens at each request, by its number."""
 
     def __init__(self, events: dict[int, str]) -> None:
-        whole = np.arange(ROWS)
+        whole = self.expected = np.arange(ROWS)
         spec = ps_pb2.VariableSpec()
         spec.CopyFrom(OLD)
         self.servers = [Server(n, [(spec, {n: whole[2 * n : 2 * n + 2]})]) for n in range(SERVERS)]
         self.events, self.requests = events, 0
+        self.late: dict[int, Callable[[], object]] = {}  # copies of requests, by the request before which they come
 
     def ask(self, server: int, payload: bytes = b"", **about: Any) -> ps_pb2.MoveReply:
         """Send a request, to which something may happen."""
@@ -106,13 +104,14 @@ class World:
         self.requests += 1
         request = MOVE(job=JOB, id=9, variable=1, **about)
         there = self.servers[server]
+        self.deliver(number)
         if event == "coordinator dies":
             raise CoordinatorDiedError
         if event.startswith("dies before"):
             self.servers[int(event[-1])].start()
         if event == "request lost":
             raise UnavailableError(f"request {number}")
-        reply, _ = there.resharding.handle(there.store, request, memoryview(payload))
+        reply, _ = there.moves.handle(there.store, request, memoryview(payload))
         if event.startswith("dies after"):
             self.servers[int(event[-1])].start()
         if event == "answer lost":
@@ -120,8 +119,16 @@ class World:
         if event == "coordinator dies after":
             raise CoordinatorDiedError
         if event == "twice":
-            there.resharding.handle(there.store, request, memoryview(payload))
+            there.moves.handle(there.store, request, memoryview(payload))
+        if event == "late copy":
+            self.late[number + LATER] = lambda: there.moves.handle(there.store, request, memoryview(payload))
         return reply
+
+    def deliver(self, number: int) -> None:
+        """Let the late copy come that comes by now, if there is one."""
+        for due in [due for due in self.late if due <= number]:
+            with contextlib.suppress(PsClusterError):
+                self.late.pop(due)()
 
     def until_answered(self, server: int, **about: Any) -> None:
         while True:
@@ -130,6 +137,17 @@ class World:
                 return
             except UnavailableError:
                 continue
+
+    def update(self, row: int) -> None:
+        """Add 10 to a row of the old variable, as an update does, which is saved before it is acknowledged."""
+        server = self.servers[row // 2]
+        shard = server.store.directory.variables[1].shards[row // 2]
+        with shard.lock:
+            assert shard.frozen is None
+            shard.before_rows_change(np.array([row % 2]))
+            shard.array[row % 2] += 10
+        server.save()
+        self.expected = self.expected + 10 * (np.arange(ROWS) == row)
 
     def value(self, variable: int) -> np.ndarray[Any, Any]:
         """The value of a variable, from whichever server has each shard."""
@@ -141,37 +159,59 @@ class World:
         return out
 
 
-def copy(world: World) -> Iterator[Callable[[], object]]:
-    """What is asked while a variable is copied."""
+def packed(*rows: int) -> bytes:
+    """Numbers of rows, as FILL has them."""
+    return np.array(rows, np.int64).tobytes()
+
+
+def copy(world: World, left: set[int], number: int) -> None:
+    """Copy the rows that are left."""
     new = partition_of(FINAL)
     for shard, owner in enumerate(FINAL.owners):
-        for at, row in enumerate(new.row_ids(shard)):
-            held = world.servers[int(row) // 2].store.directory.variables.get(1)
-            assert held is not None
-            value = held.shards[int(row) // 2].array[int(row) % 2]
-            yield lambda shard=shard, owner=owner, at=at, value=value: world.ask(  # type: ignore[misc]
-                owner, value.tobytes(), action=MOVE.FILL, shard=shard, arrays=["value"], start=at
-            )
-        yield lambda shard=shard, owner=owner: world.ask(  # type: ignore[misc]
-            owner, action=MOVE.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=3)
-        )
+        for at, row in enumerate(new.row_ids(shard).tolist()):
+            if row in left:
+                value = world.servers[row // 2].store.directory.variables[1].shards[row // 2].array[row % 2]
+                fill = {"action": MOVE.FILL, "shard": shard, "arrays": ["value"], "round": number}
+                where = {"start": at} if number else {"rows": packed(at)}
+                world.ask(owner, value.tobytes(), **fill, **where)
+
+
+def changed_rows(shard: int, reply: ps_pb2.MoveReply) -> set[int]:
+    """Return the rows on the pages that a server says have changed, of which there is one."""
+    return {2 * shard, 2 * shard + 1} if pages_of(reply.changed).tolist() == [0] else set()
 
 
 def run(world: World) -> Step:
-    """Do what `Resharder` does; return how it ended."""
-    reshard, every = Reshard(), range(SERVERS)
+    """Do what `Resharder` does, while functions update the variable; return how it ended."""
+    reshard, every, left = Reshard(), range(SERVERS), set(range(ROWS))
     while reshard.step not in ENDS:
         try:
             match reshard.step:
                 case Step.MAKE:
                     for server in every:
                         world.ask(server, action=MOVE.MAKE, spec=MADE)
+                case Step.TRACK:
+                    for shard, owner in enumerate(OLD.owners):
+                        world.ask(owner, action=MOVE.TRACK, shard=shard)
+                case Step.AHEAD:
+                    copy(world, left, 0)
+                    world.update(1)
+                    left.clear()
+                    for shard, owner in enumerate(OLD.owners):
+                        reply = world.ask(owner, action=MOVE.CHANGED, shard=shard, round=1)
+                        left |= changed_rows(shard, reply)
+                    copy(world, left, 1)
+                    world.update(0)
+                    world.update(3)
+                    left.clear()
                 case Step.CAPTURE:
                     for shard, owner in enumerate(OLD.owners):
-                        world.ask(owner, action=MOVE.CAPTURE, shard=shard)
+                        reply = world.ask(owner, action=MOVE.CAPTURE, shard=shard, round=2)
+                        left |= changed_rows(shard, reply)
                 case Step.COPY:
-                    for ask in copy(world):
-                        ask()
+                    copy(world, left, 2)
+                    for shard, owner in enumerate(FINAL.owners):
+                        world.ask(owner, action=MOVE.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=3))
                 case Step.SEAL:
                     for server in every:
                         world.ask(server, action=MOVE.SEAL)
@@ -213,19 +253,20 @@ def check(events: dict[int, str]) -> int:
         except CoordinatorDiedError:  # the one after that
             take_over(world)
         ended = Step.CUT if any(spec.id == FINAL.id for spec in world.servers[0].specs) else Step.UNDONE
+    world.deliver(world.requests + LATER)
     for lasting in (False, True):
         for server in world.servers:
             if lasting:  # what is there after all have restarted; remains of what was undone may be there again
                 server.start()
             assert [spec.id for spec in server.specs if not spec.evaluation] == [5 if ended is Step.CUT else 1], events
             shards = [shard for held in server.store.held()[0] for shard in held.shards.values()]
-            assert not any(shard.frozen for shard in shards), events
-        np.testing.assert_array_equal(world.value(5 if ended is Step.CUT else 1), np.arange(ROWS), str(events))
+            assert not any(shard.frozen or shard.pages for shard in shards), events
+        np.testing.assert_array_equal(world.value(5 if ended is Step.CUT else 1), world.expected, str(events))
     return world.requests
 
 
 EVENTS = [
-    *("request lost", "answer lost", "twice", "coordinator dies", "coordinator dies after"),
+    *("request lost", "answer lost", "twice", "late copy", "coordinator dies", "coordinator dies after"),
     *(f"dies {when} {server}" for when in ("before", "after") for server in range(SERVERS)),
 ]
 REQUESTS = check({})
@@ -286,13 +327,27 @@ def changed(**fields: Any) -> ps_pb2.VariableSpec:
         ({"action": MOVE.FILL, "arrays": ["value"], "start": ROWS}, ProtocolError, "8 bytes from element 4 of a shard"),
         ({"action": MOVE.FILL, "arrays": ["slot/3/m"]}, ProtocolError, "with an array 'slot/3/m'"),
         ({"action": MOVE.FILL, "arrays": []}, ProtocolError, "with an array ''"),
+        (
+            {"action": MOVE.FILL, "arrays": ["value"], "rows": packed(1)},
+            ProtocolError,
+            r"rows that a shard of shape \(1,",
+        ),
+        ({"action": MOVE.FILL, "arrays": ["value"], "rows": packed(-1)}, ProtocolError, "rows that a shard of shape"),
+        ({"action": MOVE.FILL, "arrays": ["value"], "rows": b"0"}, ProtocolError, "rows that a shard of shape"),
+        (
+            {"action": MOVE.FILL, "arrays": ["value"], "rows": packed(0, 0)},
+            ProtocolError,
+            "rows that are not ascending",
+        ),
+        ({"action": MOVE.TRACK, "shard": 0, "id": 0, "job": 1}, StaleError, "ps 0 serves another job"),
+        ({"action": MOVE.CHANGED, "shard": 0}, StaleError, "does not know the move"),
         ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(traffic=-1.0)}, ProtocolError, "a traffic of -1.0 bytes"),
         ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(term=3)}, StaleError, "not in one term"),
         ({"action": MOVE.SEAL, "id": 8}, StaleError, "ps 0 has nothing of this resharding"),
         ({"action": MOVE.ADOPT, "spec": changed(id=7)}, StaleError, "ps 0 lacks the shards of"),
         ({"action": MOVE.ADOPT, "spec": OLD}, None, ""),
         ({"action": MOVE.ADOPT, "spec": changed(dtype="int32")}, ProtocolError, "is another one"),
-        ({"action": MOVE.RESIZE}, ProtocolError, "action 12 of a resharding"),
+        ({"action": MOVE.RESIZE}, ProtocolError, "action 12 of a move"),
         ({"action": MOVE.SEAL, "job": 1}, StaleError, "ps 0 serves another job"),
     ],
 )
@@ -304,7 +359,7 @@ def test_what_a_server_refuses(about: dict[str, Any], error: type[Exception] | N
     fields = {"job": JOB, "id": 9, "variable": 1, "shard": 1, **about}
     payload = memoryview(b"8 bytes!" if about["action"] == MOVE.FILL else b"")
     with pytest.raises(error, match=sentence) if error is not None else contextlib.nullcontext():
-        server.resharding.handle(server.store, MOVE(**fields), payload)
+        server.moves.handle(server.store, MOVE(**fields), payload)
     np.testing.assert_array_equal(server.store.directory.variables[1].shards[0].array, [0, 1])
     assert not server.store.directory.variables[5].shards[1].array.any()
 

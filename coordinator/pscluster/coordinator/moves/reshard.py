@@ -4,29 +4,32 @@ What is decided is one fact: server 0 has saved a directory in which the variabl
 then it can be undone; from then on it is completed, by this coordinator or the next one.
 
     MAKE     all servers make the new shards, under another number and a reserved name: they can't be asked for
-    CAPTURE  the old shards apply no more updates, and say what they have: counts, and keys of functions
-    COPY     values, slots and averages go from the old shards to the new ones, by blocks of `MOVE_BYTES` through the
-             coordinator, which reads one while it writes another; then counts, and what is remembered
+    TRACK    the old shards note from now on which rows change
+    AHEAD    values, slots and averages go from the old shards to the new ones, by blocks of `MOVE_BYTES` through the
+             coordinator, which reads one while it writes another; and what has changed meanwhile, until that is little
+    CAPTURE  the old shards apply no more updates, and say what they have: counts, keys of functions, the last changes
+    COPY     these follow, then counts, and what is remembered
     SEAL     all servers save the new shards, if they have forgotten nothing since MAKE
     DECIDE   server 0 puts the new variable in the old one's place, and saves that                    (the decision)
     ADOPT    the other servers do
     CUT      the handles of this process go on with the new shards; workers are told before their next function
 
-Of an `EmbeddingTable`, rows are copied by their ids: see `table_cut`.
+Of an `EmbeddingTable`, rows are copied by their ids, which come and go while functions run: so all are copied in COPY,
+and the barrier is before MAKE (see `table_cut`).
 
-All of that happens at a barrier: functions that have begun end first, queued ones wait, and so do other threads of the
-script (`ps.client.placement.cuts.Gate`). So there is no update under way, none that a retried function would repeat,
-and no reader. Functions that are retried later begin anew, with the new number; those with a key that have ended are
-recognized by what the new shards remember: each new shard the updates that any old one has had.
+From CAPTURE on, all happens at a barrier: functions that have begun end first, queued ones wait, and so do other
+threads of the script (`ps.client.placement.cuts.Gate`). So there is no update under way, none that a retried function
+would repeat, and no reader. Functions that are retried later begin anew, with the new number; those with a key that
+have ended are recognized by what the new shards remember: each new shard the updates that any old one has had.
 
 Where replicas step together, the barrier lies between two calls of `run`. There all servers apply the steps that are
 committed, and drop what else is staged of them (`held`); CAPTURE is refused by one that has something of such a step.
 Steps are counted by run and server, not by shard, so a server that gets shards goes on with the next one. Copies that
 replicas keep from one call to the next are dropped when their worker learns of the cut.
 
-    MAKE -> CAPTURE -> COPY -> SEAL -> DECIDE -> ADOPT -> CUT
-      |        |        |       |        |
-      +--------+--------+-------+--------+--refused--> ABANDON -> UNDONE
+    MAKE -> TRACK -> AHEAD -> CAPTURE -> COPY -> SEAL -> DECIDE -> ADOPT -> CUT
+      |       |        |         |        |       |        |
+      +-------+--------+---------+--------+-------+--------+--refused--> ABANDON -> UNDONE
 
 DECIDE is repeated until server 0 answers. It refuses only if it lacks the new shards, and then can't ever adopt them.
 
@@ -59,6 +62,8 @@ class Step(enum.Enum):
     """What is to be done next."""
 
     MAKE = enum.auto()
+    TRACK = enum.auto()
+    AHEAD = enum.auto()
     CAPTURE = enum.auto()
     COPY = enum.auto()
     SEAL = enum.auto()
@@ -70,7 +75,9 @@ class Step(enum.Enum):
 
 
 _AFTER = {
-    Step.MAKE: Step.CAPTURE,
+    Step.MAKE: Step.TRACK,
+    Step.TRACK: Step.AHEAD,
+    Step.AHEAD: Step.CAPTURE,
     Step.CAPTURE: Step.COPY,
     Step.COPY: Step.SEAL,
     Step.SEAL: Step.DECIDE,
@@ -79,7 +86,7 @@ _AFTER = {
     Step.ABANDON: Step.UNDONE,
 }
 
-_UNDECIDED = frozenset((Step.MAKE, Step.CAPTURE, Step.COPY, Step.SEAL))
+_UNDECIDED = frozenset((Step.MAKE, Step.TRACK, Step.AHEAD, Step.CAPTURE, Step.COPY, Step.SEAL))
 
 ENDS = frozenset((Step.CUT, Step.UNDONE))
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy.typing as npt
-
-from pscluster.coordinator.job.context import HasJob
+from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard
-from pscluster.coordinator.moves.copying import copied
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
-from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, pieces, remembered
+from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, remembered
 from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
+from pscluster.coordinator.moves.variable_cut import VariableCopy
 from pscluster.coordinator.variables.encodings import check_shards
 from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,
@@ -29,15 +25,11 @@ from pscluster.coordinator.variables.partitioners import (
     partition_for,
 )
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import MisuseError, PsClusterError, UnavailableError
+from pscluster.core.errors import MisuseError, PsClusterError, UnavailableError, WaitTimeoutError
 from pscluster.core.fault_points import reach
-from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
-from pscluster.core.transport.frames import view
 from pscluster.ps.client.placement.reshard_steps import ReshardSteps
-from pscluster.ps.handles.variables.slots import SlotVariable
-from pscluster.ps.handles.variables.variable import Variable
-from pscluster.ps.spec import AVERAGE, MOVE_BYTES, RESERVED, row_order_message
+from pscluster.ps.spec import RESERVED, row_order_message
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -70,15 +62,41 @@ class _Course:
     old: ps_pb2.VariableSpec
     final: ps_pb2.VariableSpec  # of the variable once it is cut
     made: ps_pb2.VariableSpec  # the same, until then
-    partition: Partition  # the new one
     sizes: list[int]  # of the new shards, in elements or, of a table by id, rows
     steps: ReshardSteps
+    rows: VariableCopy | None  # None: of a table
     reshard: Reshard = field(default_factory=Reshard)
     captured: Sequence[ps_pb2.ShardState] = ()  # of the old shards
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)  # of the variable
     named: Mapping[int, set[int]] = field(default_factory=dict)
     copied: int = 0  # bytes
     failure: PsClusterError | None = None
+
+
+class _Pause:
+    """Lets no function run, nor another thread of the script use a variable, from `begin` to the end of the block."""
+
+    def __init__(self, context: JobContext) -> None:
+        self._context, self._stack, self.begun = context, contextlib.ExitStack(), 0.0
+
+    def __enter__(self) -> _Pause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """Wait until functions and other threads have ended, unless it has begun. WaitTimeoutError if they don't."""
+        if self.begun:
+            return
+        context = self._context
+        for sender in list(context.senders):
+            sender.settle(HOLD_SECONDS)
+        self._stack.enter_context(context.placing)
+        self._stack.enter_context(held(context))
+        self._stack.enter_context(context.client.gate.closed(HOLD_SECONDS))
+        check_restored(context)
+        self.begun = time.monotonic()
 
 
 class Resharder:
@@ -110,20 +128,18 @@ class Resharder:
             PSUnavailableError: a server is lost, and the job with it.
         """
         context, client, begin = self._context, self._context.client, time.monotonic()
-        with context.moving:
+        with context.moving, _Pause(context) as pause:
             check_restored(context)
             client.directory()  # wait for a server that is down here, not while functions are paused
-            for sender in list(context.senders):
-                sender.settle(HOLD_SECONDS)
-            with context.placing, held(context), client.gate.closed(HOLD_SECONDS):
-                paused = time.monotonic()
-                check_restored(context)
-                course = self._course(cut, loads)
-                self._run(course)
-                end = time.monotonic()
+            if client.describe_variable(cut.variable).HasField("table"):
+                pause.begin()  # which rows are where has to be known, and stay so
+            course = self._course(cut, loads)
+            self._run(course, pause)
+            end = time.monotonic()
         old, final = course.old, course.final
         order = "hash" if old.HasField("table") else final.row_order.kind
-        made = NewCut(old.name, len(old.owners), len(final.owners), order, course.copied, end - begin, end - paused)
+        copied, paused = course.copied, end - pause.begun
+        made = NewCut(old.name, len(old.owners), len(final.owners), order, copied, end - begin, paused)
         logger.info("%s", made)
         context.event_log.record("coordinator", "note", str(made))
         return made
@@ -161,12 +177,15 @@ class Resharder:
             final.row_order.CopyFrom(order)
         made.CopyFrom(final)
         made.name, made.evaluation = f"{RESERVED}cut/{number}/{old.name}", evaluation
-        return _Course(old, final, made, partition, sizes, steps)
+        rows = None if old.HasField("table") else VariableCopy(client, steps, old, final)
+        return _Course(old, final, made, sizes, steps, rows)
 
-    def _run(self, course: _Course) -> None:
+    def _run(self, course: _Course, pause: _Pause) -> None:
         reshard = course.reshard
         while reshard.step not in ENDS:
             try:
+                if reshard.step is Step.CAPTURE:
+                    pause.begin()
                 self._take(course)
             except PsClusterError as error:
                 refused = not isinstance(error, UnavailableError)
@@ -183,6 +202,8 @@ class Resharder:
                 reshard.succeeded()
         if reshard.step is Step.UNDONE:
             why = course.failure
+            if isinstance(why, WaitTimeoutError):  # of the pause
+                raise why
             text = f"variable {course.old.name!r} is cut as before: {why}"
             raise UnavailableError(text) if isinstance(why, UnavailableError) else PsClusterError(text)
         self._context.variables.cut_otherwise(course.old, course.final)
@@ -197,11 +218,21 @@ class Resharder:
         match course.reshard.step:
             case Step.MAKE:
                 steps.make(course.made)
+            case Step.TRACK:
+                if course.rows is not None:
+                    course.rows.track()
+            case Step.AHEAD:
+                if course.rows is not None:
+                    course.rows.copy_ahead()
+                    reach("coordinator.reshard.ahead")
             case Step.CAPTURE:
                 captured = [steps.capture(server, shard) for shard, server in enumerate(course.old.owners)]
-                course.captured = [state for state, _ in captured]
+                course.captured = [state for state, _, _ in captured]
                 course.state = merged(course.captured)
-                course.named = remembered(named for _, named in captured)
+                course.named = remembered(named for _, named, _ in captured)
+                if course.rows is not None:
+                    course.rows.note([(list(state.arrays), pages) for state, _, pages in captured])
+                    course.state.traffic = course.rows.traffic
             case Step.COPY:
                 self._copy(course)
                 reach("coordinator.reshard.copied")
@@ -219,40 +250,20 @@ class Resharder:
                 steps.abandon(course.made)
 
     def _copy(self, course: _Course) -> None:
-        """Copy all arrays of all rows into the new shards, block by block, then counts and what is remembered."""
-        if course.old.HasField("table"):
+        """Copy what is left of the rows into the new shards, then counts and what is remembered."""
+        if course.rows is None:
             about = course.steps, course.old, course.final, course.captured
             course.copied = copy_rows(*about, course.state.updates)
             copy_seen(*about)
         else:
-            course.copied = self._copy_values(course)
+            course.rows.copy_rest()
+            course.copied = course.rows.copied
         whole = sum(course.sizes) or 1
         for shard, server in enumerate(course.final.owners):
             state = ps_pb2.ShardState()
             state.CopyFrom(course.state)
             state.traffic *= course.sizes[shard] / whole
             course.steps.settle(server, shard, state, course.named)
-
-    def _copy_values(self, course: _Course) -> int:
-        """Copy the rows of a variable, which have numbers; return how many bytes."""
-        old, steps = Variable.of(course.old, self._context.client), course.steps
-        sources = {name: _beside(old, name) for name in course.state.arrays}
-        row_elements = math.prod(old.shape[1:])
-
-        def read() -> Iterator[tuple[int, str, int, npt.NDArray[Any]]]:
-            for shard in range(len(course.final.owners)):
-                ids = course.partition.row_ids(shard)
-                for name, source in sources.items():
-                    most = max(MOVE_BYTES // max(row_elements * source.dtype.itemsize, 1), 1)
-                    for first, last in pieces(0, len(ids), most):
-                        yield shard, name, first * row_elements, source.sparse_read(ids[first:last])
-
-        def fill(block: tuple[int, str, int, npt.NDArray[Any]]) -> int:
-            shard, name, start, values = block
-            steps.fill(course.final.owners[shard], shard, name, start, view(values), values.itemsize)
-            return values.nbytes
-
-        return copied(read(), fill)
 
 
 def _partitioner_of(cut: ProposedCut, spec: ps_pb2.VariableSpec) -> Partitioner:
@@ -262,12 +273,3 @@ def _partitioner_of(cut: ProposedCut, spec: ps_pb2.VariableSpec) -> Partitioner:
     if spec.row_order.kind == "hash" or cut.by_rows:
         return HashPartitioner(cut.proposed, seed=spec.row_order.seed)
     return FixedShardsPartitioner(cut.proposed)
-
-
-def _beside(variable: Variable, name: str) -> Variable:
-    """Return the handle of an array that is kept for a variable: its values, a slot or an average."""
-    kind, _, rest = name.partition("/")
-    if kind == "value":
-        return variable
-    optimizer, _, slot = rest.partition("/")
-    return SlotVariable.beside(variable, int(optimizer), optimizer, slot if kind == "slot" else AVERAGE)

@@ -48,7 +48,7 @@ from pscluster.ps.server.resharding import ACTIONS, Resharding
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.state.store import Store
-from pscluster.ps.spec import MOVE_BYTES
+from pscluster.ps.spec import MAX_PAGES, MOVE_BYTES
 from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
@@ -133,6 +133,8 @@ class Moves:
     def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
         """Take one step of a move, or of a resharding; return the reply and its payload."""
         if request.action in ACTIONS:
+            if request.action == ps_pb2.MoveRequest.ABANDON:
+                self._note_over(request.id)  # late copies of TRACK are refused
             return self._resharding.handle(store, request, payload)
         action = self._actions.get(request.action)
         if action is None:
@@ -150,7 +152,8 @@ class Moves:
             each.drop()
         for held in store.held()[0]:
             for shard in held.shards.values():
-                _let_go(shard)
+                with shard.lock:
+                    shard.let_go()
 
     @staticmethod
     def attached(store: Store, request: node_pb2.AttachRequest) -> None:
@@ -184,8 +187,12 @@ class Moves:
             if shard.pages is None or shard.pages.move != request.id:
                 items = row_items(held.spec)
                 elements = len(shard.array) * items if items else shard.array.size
-                shard.pages = ChangedPages(request.id, elements, items)
-            return _changes(shard, shard.pages, request.round)
+                if (size := request.page_elements) and elements // size > MAX_PAGES:
+                    raise ProtocolError(f"{elements:,} elements in pages of {size}: more than {MAX_PAGES:,}")
+                shard.pages = ChangedPages(request.id, elements, items, size)
+            reply, nothing = _changes(shard, shard.pages, request.round)
+            reply.state.traffic = shard.traffic.recent()
+            return reply, nothing
 
     def _changed(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
         _, shard = store.directory.find(request.variable, request.shard)
@@ -232,7 +239,8 @@ class Moves:
     def _release(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
         self._note_over(request.id)
         if (shard := _found(store, request.variable, request.shard)) is not None:
-            _let_go(shard, request.id)
+            with shard.lock:
+                shard.let_go(request.id)
         return ps_pb2.MoveReply(), []
 
     # The target
@@ -393,14 +401,6 @@ class Moves:
 
 
 _Answer = tuple[ps_pb2.MoveReply, Sequence[Buffer]]
-
-
-def _let_go(shard: Shard, move: int = 0) -> None:
-    """End a move of a shard away from here, or, without one, any."""
-    with shard.lock:
-        if shard.pages is None or move in (0, shard.pages.move):
-            shard.pages = None
-            shard.release()
 
 
 def _found(store: Store, variable: int, index: int) -> Shard | None:

@@ -1,6 +1,6 @@
 """A server's part in resharding a variable; see `pscluster.coordinator.moves.reshard` for the whole.
 
-    (nothing) --make--> MADE --capture, fill, settle--> MADE --seal--> SEALED, and saved
+    (nothing) --make--> MADE --fill, capture, settle--> MADE --seal--> SEALED, and saved
                         SEALED --adopt--> (the variable), and saved
                         MADE, SEALED --abandon, or another coordinator--> (nothing)
 
@@ -10,6 +10,10 @@ an evaluation's copies: so it is in no checkpoint, and a coordinator that takes 
 MADE is known to this process only: a server that restarts amid it refuses all that comes until another `make`. So a
 variable is sealed only if this process has got all that came, and the old shards here have applied nothing since they
 were captured: they are frozen. What is sealed is saved, and may be adopted by any later process.
+
+Rows of a variable are filled in while the old shards change, which are tracked as if they moved (`moves`), and those
+that have changed once more after CAPTURE. A late copy of a request must not put earlier values over later ones: so FILL
+is refused when a later round of it has come.
 
 Of a table by id, COUNT says before all that how many rows each new shard will have, and after CAPTURE rows are taken
 from the old shards (TAKE) and put into the new ones, which grow with them: see `table_resharding`.
@@ -76,6 +80,7 @@ class Resharding:
         self._manager = manager
         self._lock = threading.Lock()
         self._under_way: _UnderWay | None = None
+        self._rounds: dict[int, int] = {}  # of FILL, the last that has come, by new shard
         self._adopting = threading.Lock()  # held while one is entered and saved
         self._unsaved = False  # whether one that was entered may not be
 
@@ -158,7 +163,7 @@ class Resharding:
         store.check_job(request.job)
         store.add(spec, request.job, make)
         with self._lock:
-            self._under_way = _UnderWay(request.id, request.variable, spec.id)
+            self._under_way, self._rounds = _UnderWay(request.id, request.variable, spec.id), {}
 
     @staticmethod
     def _count(store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
@@ -189,6 +194,8 @@ class Resharding:
             state.steps.update(shard.steps)
             if held.spec.HasField("table"):
                 state.rows, state.seen = len(shard.array), table_resharding.seen(held, shard)
+            if shard.pages is not None and shard.pages.move == request.id:
+                reply.changed = np.packbits(shard.pages.take(list(state.arrays), request.round)).tobytes()
             with store.ledger() as ledger:
                 named = ledger.named(known.old, request.shard)
                 state.term = ledger.term
@@ -208,6 +215,10 @@ class Resharding:
         held, shard = self._new_shard(store, request)
         name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
+            with self._lock:
+                if request.round < self._rounds.get(request.shard, 0):
+                    raise StaleError("this request is a late copy: later values have come")
+                self._rounds[request.shard] = request.round
             if name == SEEN:
                 table_resharding.take_seen(held, shard, payload, request.state.seen)
                 return
@@ -217,20 +228,24 @@ class Resharding:
                 elements = len(payload) // 4
                 table_resharding.make_room(held, shard, name, request.start, elements, functools.partial(_fills, store))
             array = shard.arrays()[name]
-            count, rest = divmod(len(payload), array.itemsize)
-            if rest or request.start + count > array.size or len(payload) > MOVE_BYTES:
-                raise ProtocolError(
-                    f"{len(payload):,} bytes from element {request.start:,} of a shard of {array.size:,} elements"
-                )
-            if shard.row_limit:
-                shard.before_rows_change(
-                    np.arange(request.start, request.start + count, array.shape[1]) // array.shape[1]
-                )
+            if request.rows:
+                _fill_rows(shard, array, request.rows, payload)
             else:
-                shard.before_span_changes(request.start, request.start + count)
-            shard.changes += 1
-            array.reshape(-1)[request.start : request.start + count] = np.frombuffer(payload, array.dtype)
+                self._fill_span(shard, array, request.start, payload)
         reach("ps.fill.after")
+
+    @staticmethod
+    def _fill_span(shard: Shard, array: Array, start: int, payload: memoryview) -> None:
+        """Set elements of a new shard's array from `start` on. ProtocolError if it has not as many."""
+        count, rest = divmod(len(payload), array.itemsize)
+        if rest or start + count > array.size or len(payload) > MOVE_BYTES:
+            raise ProtocolError(f"{len(payload):,} bytes from element {start:,} of a shard of {array.size:,} elements")
+        if shard.row_limit:
+            shard.before_rows_change(np.arange(start, start + count, array.shape[1]) // array.shape[1])
+        else:
+            shard.before_span_changes(start, start + count)
+        shard.changes += 1
+        array.reshape(-1)[start : start + count] = np.frombuffer(payload, array.dtype)
 
     def _settle(self, store: Store, request: ps_pb2.MoveRequest) -> None:
         held, shard = self._new_shard(store, request)
@@ -269,7 +284,7 @@ class Resharding:
         held = store.directory.variables.get(request.variable)
         for shard in held.shards.values() if held is not None else ():
             with shard.lock:
-                shard.release()
+                shard.let_go(request.id)
         if request.spec.evaluation:
             store.delete("", evaluation=request.spec.evaluation)
             with contextlib.suppress(PsClusterError):  # what is left of it after a restart is dropped some day
@@ -290,6 +305,21 @@ def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_p
     if old.HasField("row_order"):
         same.row_order.CopyFrom(old.row_order)
     return same
+
+
+def _fill_rows(shard: Shard, array: Array, numbers: bytes, payload: memoryview) -> None:
+    """Set rows of a new shard's array. ProtocolError if they are not its, or the payload is not theirs."""
+    rows = np.frombuffer(numbers[: len(numbers) // 8 * 8], np.int64)
+    if shard.row_limit or not array.ndim or len(numbers) % 8 or rows[0] < 0 or rows[-1] >= len(array):
+        raise ProtocolError(f"a resharding with rows that a shard of shape {array.shape} does not have")
+    if (np.diff(rows) <= 0).any():
+        raise ProtocolError("a resharding with rows that are not ascending")
+    row_shape = array.shape[1:]
+    if len(payload) != len(rows) * math.prod(row_shape) * array.itemsize or len(payload) > MOVE_BYTES:
+        raise ProtocolError(f"{len(payload):,} bytes for {len(rows):,} rows of shape {row_shape} of {array.dtype}")
+    shard.before_rows_change(rows)
+    shard.changes += 1
+    array[rows] = np.frombuffer(payload, array.dtype).reshape(len(rows), *row_shape)
 
 
 def _fills(store: Store, optimizer: int) -> Mapping[str, float]:

@@ -163,7 +163,12 @@ class MoveSteps:
         if self._row_elements:
             self._rows = reply.state.rows
             self._elements = self._rows * self._row_elements
-        return list(reply.state.arrays), np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8)))
+        return list(reply.state.arrays), pages_of(reply.changed)
+
+
+def pages_of(changed: bytes) -> Pages:
+    """Return the numbers of the pages that a server says have changed."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(changed, np.uint8)))
 
 
 def pull_shard(

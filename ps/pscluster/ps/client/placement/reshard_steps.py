@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from pscluster.core.errors import from_rpc
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.placement.move_steps import pull_shard
+from pscluster.ps.client.placement.move_steps import pages_of, pull_shard
 from pscluster.ps.spec import MOVE_BYTES
 from pscluster.v1 import ps_pb2
+
+Ids = npt.NDArray[np.int64]
 
 _CALL_SECONDS = 60.0
 
@@ -20,6 +25,9 @@ _SAVE_SECONDS = 600.0
 
 _KEYS = 1 << 18
 """Keys of functions in one message."""
+
+MAX_ROWS = 1 << 16
+"""Numbers of rows in one message: they are in its header."""
 
 
 class ReshardSteps:
@@ -31,16 +39,35 @@ class ReshardSteps:
 
     def __init__(self, client: PsClient, number: int, variable: int) -> None:
         self._client = client
+        self._round = 0  # of asking all old shards what has changed
         self._about = functools.partial(ps_pb2.MoveRequest, job=client.job, id=number, variable=variable)
 
     def make(self, spec: ps_pb2.VariableSpec) -> None:
         """Have all servers make the new shards that are theirs, with zeros."""
         self._on_all(self._about(action=ps_pb2.MoveRequest.MAKE, spec=spec))
 
-    def capture(self, server: int, shard: int) -> tuple[ps_pb2.ShardState, Mapping[int, frozenset[int]]]:
-        """Freeze an old shard; return its state, and by key of a function which of its updates were applied."""
-        reply = self._once(server, self._about(action=ps_pb2.MoveRequest.CAPTURE, shard=shard))
-        return reply.state, {key: frozenset(same.nth) for same in reply.named for key in same.keys}
+    def track(self, server: int, shard: int, page_elements: int) -> ps_pb2.ShardState:
+        """Have an old shard note changes from now on, by pages; return its arrays, and what traffic it has."""
+        about = self._about(action=ps_pb2.MoveRequest.TRACK, shard=shard, page_elements=page_elements)
+        return self._once(server, about).state
+
+    def next_round(self) -> None:
+        """Ask from now on for what changes after what was asked for before."""
+        self._round += 1
+
+    def changed(self, server: int, shard: int) -> tuple[list[str], Ids]:
+        """Return an old shard's arrays, and the pages that have changed since the round before."""
+        reply = self._once(server, self._about(action=ps_pb2.MoveRequest.CHANGED, shard=shard, round=self._round))
+        return list(reply.state.arrays), pages_of(reply.changed)
+
+    def capture(self, server: int, shard: int) -> tuple[ps_pb2.ShardState, Mapping[int, frozenset[int]], Ids]:
+        """Freeze an old shard; return its state, and by key of a function which of its updates were applied.
+
+        And, if it was tracked, the pages that have changed since the round before.
+        """
+        reply = self._once(server, self._about(action=ps_pb2.MoveRequest.CAPTURE, shard=shard, round=self._round))
+        named = {key: frozenset(same.nth) for same in reply.named for key in same.keys}
+        return reply.state, named, pages_of(reply.changed)
 
     def count(self, server: int, shard: int, num_shards: int) -> tuple[list[int], list[str]]:
         """Return how many rows of an old shard of a table each new one will have, and its arrays."""
@@ -62,8 +89,16 @@ class ReshardSteps:
         most, state = MOVE_BYTES // itemsize * itemsize, ps_pb2.ShardState(seen=seen)
         for at in range(0, len(data), most):
             first = start + at // itemsize
-            move = self._about(action=ps_pb2.MoveRequest.FILL, shard=shard, arrays=[array], start=first, state=state)
+            move = self._fill(shard, array, start=first, state=state)
             self._client.exchanges.push(server, ps_pb2.Request(move=move), [data[at : at + most]])
+
+    def fill_rows(self, server: int, shard: int, array: str, rows: Ids, data: memoryview) -> None:
+        """Set these rows, ascending, of a new shard's array: at most `MAX_ROWS`, and `MOVE_BYTES`."""
+        move = self._fill(shard, array, rows=rows.astype(np.int64, copy=False).tobytes())
+        self._client.exchanges.push(server, ps_pb2.Request(move=move), [data])
+
+    def _fill(self, shard: int, array: str, **about: Any) -> ps_pb2.MoveRequest:
+        return self._about(action=ps_pb2.MoveRequest.FILL, shard=shard, arrays=[array], round=self._round, **about)
 
     def settle(self, server: int, shard: int, state: ps_pb2.ShardState, named: Mapping[int, Iterable[int]]) -> None:
         """Give a new shard its counts, and what it remembers."""

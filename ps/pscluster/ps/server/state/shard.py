@@ -45,13 +45,14 @@ class ChangedPages:
         move: its id.
         elements: of the shard; of a table's items, as `row_elements` divides its rows (`row_items`).
         row_elements: 0 of a variable.
+        page_elements: of a page; 0: `PAGE_ELEMENTS`.
     """
 
-    def __init__(self, move: int, elements: int, row_elements: int = 0) -> None:
-        self.move, self.row_elements = move, row_elements
+    def __init__(self, move: int, elements: int, row_elements: int = 0, page_elements: int = 0) -> None:
+        self.move, self.row_elements, self._page_elements = move, row_elements, page_elements or PAGE_ELEMENTS
         self.names: list[str] = []  # of the arrays, when pages were last taken
         self._round = 0
-        self._taken = np.ones(pages_in(elements), np.bool_)  # in this round
+        self._taken = np.ones(-(-elements // self._page_elements), np.bool_)  # in this round
         self._changed = np.zeros_like(self._taken)  # since
 
     def take(self, names: list[str], round_number: int) -> npt.NDArray[np.bool_]:
@@ -77,20 +78,20 @@ class ChangedPages:
 
     def resize(self, rows: int) -> None:
         """Go on with a table's shard of this many rows; the new ones are noted by those who change them."""
-        pages = pages_in(rows * self.row_elements)
+        pages = -(-rows * self.row_elements // self._page_elements)
         for name in ("_taken", "_changed"):
             known = getattr(self, name)[:pages]
             setattr(self, name, np.concatenate((known, np.ones(pages - len(known), np.bool_))))
 
     def note_span(self, start: int, stop: int) -> None:
         """Note a change of the elements [start, stop)."""
-        self._changed[start // PAGE_ELEMENTS : pages_in(stop)] = True
+        self._changed[start // self._page_elements : -(-stop // self._page_elements)] = True
 
     def note_rows(self, rows: npt.NDArray[np.int64], elements: int) -> None:
         """Note a change of these rows of `elements` elements each."""
         if not elements:
             return
-        first, last = rows * elements // PAGE_ELEMENTS, ((rows + 1) * elements - 1) // PAGE_ELEMENTS
+        first, last = rows * elements // self._page_elements, ((rows + 1) * elements - 1) // self._page_elements
         for ahead in range(int((last - first).max(initial=0)) + 1):
             self._changed[np.minimum(first + ahead, last)] = True
 
@@ -268,6 +269,12 @@ class Shard:
         if self.frozen is not None:
             self.frozen.set()
             self.frozen = None
+
+    def let_go(self, move: int = 0) -> None:
+        """End a move of the shard away from here, or the cut of its variable; without a number, any. Needs the lock."""
+        if self.pages is None or move in (0, self.pages.move):
+            self.pages = None
+            self.release()
 
     def serve(self) -> None:
         """Let requests have the shard that has come from another server."""
