@@ -14,8 +14,8 @@ from tests.core.layouts.support import all_layouts
 from pscluster import spmd
 from pscluster.core.layouts.moving import moving
 from pscluster.spmd import UNSHARDED, Layout
-from pscluster.spmd.recording import Ref
-from pscluster.spmd.session import Session
+from pscluster.spmd.execution.recording import Ref
+from pscluster.spmd.execution.session import Session
 from pscluster.worker.programs.program import ArrayType
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/spmd.md"

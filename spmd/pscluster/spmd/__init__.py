@@ -12,7 +12,6 @@ from pscluster.core.layouts.mesh import UNSHARDED as UNSHARDED
 from pscluster.core.layouts.mesh import Mesh as Mesh
 from pscluster.spmd import functions as functions  # registers them
 from pscluster.spmd import random as random
-from pscluster.spmd.clients import create_distributed_mesh as create_distributed_mesh
 from pscluster.spmd.creation import arange as arange
 from pscluster.spmd.creation import call_with_layout as call_with_layout
 from pscluster.spmd.creation import empty as empty
@@ -22,16 +21,12 @@ from pscluster.spmd.creation import identity as identity
 from pscluster.spmd.creation import linspace as linspace
 from pscluster.spmd.creation import ones as ones
 from pscluster.spmd.creation import zeros as zeros
-from pscluster.spmd.explaining import Explanation as Explanation
-from pscluster.spmd.explaining import explain as explain
-from pscluster.spmd.explaining import visualize as visualize
-from pscluster.spmd.function import function as function
+from pscluster.spmd.execution.clients import create_distributed_mesh as create_distributed_mesh
 from pscluster.spmd.gradients import elementwise as _elementwise  # noqa: F401  # registers rules
 from pscluster.spmd.gradients import products as _products  # noqa: F401
 from pscluster.spmd.gradients import reductions as _reductions  # noqa: F401
 from pscluster.spmd.gradients import shapes as _shapes  # noqa: F401
 from pscluster.spmd.gradients.reverse import value_and_grad as value_and_grad
-from pscluster.spmd.local_map import local_map as local_map
 from pscluster.spmd.meshes import P as P
 from pscluster.spmd.meshes import barrier as barrier
 from pscluster.spmd.meshes import create_mesh as create_mesh
@@ -47,6 +42,11 @@ from pscluster.spmd.placing import relayout_like as relayout_like
 from pscluster.spmd.placing import unpack as unpack
 from pscluster.spmd.tensor import DTensor as DTensor
 from pscluster.spmd.tensor import Shard as Shard
+from pscluster.spmd.tracing.explain import Explanation as Explanation
+from pscluster.spmd.tracing.explain import explain as explain
+from pscluster.spmd.tracing.explain import visualize as visualize
+from pscluster.spmd.tracing.function import function as function
+from pscluster.spmd.tracing.local_map import local_map as local_map
 from pscluster.spmd.training import metrics as metrics
 from pscluster.spmd.training import optimizers as optimizers
 from pscluster.spmd.variables.layout_map import LayoutMap as LayoutMap

@@ -18,7 +18,7 @@ from pscluster.core.layouts.layout import Layout
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import check_is_layout, distribute, numeric
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import check_is_function
+from pscluster.spmd.tracing.trace import check_is_function
 from pscluster.worker.programs.program import ArrayType
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MeshError, MisuseError
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mesh
-from pscluster.spmd.clients import client_session
-from pscluster.spmd.executors import InProcess, Workers
-from pscluster.spmd.session import Session
-from pscluster.spmd.tracing import active_trace
+from pscluster.spmd.execution.clients import client_session
+from pscluster.spmd.execution.executors import InProcess, Workers
+from pscluster.spmd.execution.session import Session
+from pscluster.spmd.tracing.trace import active_trace
 from pscluster.worker.programs.local.calls import current_call
 
 if TYPE_CHECKING:

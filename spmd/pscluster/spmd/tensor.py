@@ -16,10 +16,10 @@ from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Device, Mesh
 from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.execution.recording import Ref
 from pscluster.spmd.gradients.tape import record_relayout
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import ArrayMethods
-from pscluster.spmd.recording import Ref
 from pscluster.worker.programs.program import ArrayType
 
 Array = npt.NDArray[Any]

@@ -17,11 +17,11 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.rule import Label, Operand, resolve
+from pscluster.spmd.execution.recording import Ref
 from pscluster.spmd.gradients.tape import record
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
-from pscluster.spmd.recording import Ref
 from pscluster.spmd.tensor import FUNCTIONS, DTensor, unsupported
 from pscluster.worker.programs.operations import COMBINES
 from pscluster.worker.programs.program import ArrayType, Placeholder

@@ -13,13 +13,13 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnsupportedFunctionError
 from pscluster.core.layouts.layout import Layout
 from pscluster.spmd.creation import ones
-from pscluster.spmd.function import call_once
 from pscluster.spmd.functions.applying import xp
 from pscluster.spmd.gradients.rules import RULES
 from pscluster.spmd.gradients.tape import Node, Tape, record_relayout, recording
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import check_is_function, is_tracing, leaves_of, rebuilt
+from pscluster.spmd.tracing.function import call_once
+from pscluster.spmd.tracing.trace import check_is_function, is_tracing, leaves_of, rebuilt
 from pscluster.spmd.variables.variable import DVariable
 
 

@@ -24,12 +24,12 @@ from pscluster.ps.handles.gradients.optimizer import LearningRate
 from pscluster.ps.handles.scope import VariableRequest, creating_with
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.optim.specs import rule_of
-from pscluster.spmd.executors import Workers
+from pscluster.spmd.execution.executors import Workers
+from pscluster.spmd.execution.recording import Updating
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import xp
-from pscluster.spmd.recording import Updating
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import is_tracing
+from pscluster.spmd.tracing.trace import is_tracing
 from pscluster.spmd.variables.held import HeldOptimizer
 from pscluster.spmd.variables.variable import DVariable
 from pscluster.v1 import ps_pb2

@@ -17,7 +17,7 @@ from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.ps.optim.kernels import apply_dense, new_slots
 from pscluster.ps.optim.rules import UpdateRule
-from pscluster.spmd.recording import Stored
+from pscluster.spmd.execution.recording import Stored
 from pscluster.worker.programs.program import Update
 from pscluster.worker.programs.variables import Write
 

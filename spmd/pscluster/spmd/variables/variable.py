@@ -23,12 +23,12 @@ from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.ps.handles.scope import VariableRequest
-from pscluster.spmd.executors import InProcess, Workers
+from pscluster.spmd.execution.executors import InProcess, Workers
+from pscluster.spmd.execution.recording import Ref, Stored, Updating
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import check_is_layout, distribute, numeric
-from pscluster.spmd.recording import Ref, Stored, Updating
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import is_tracing, rebuilt
+from pscluster.spmd.tracing.trace import is_tracing, rebuilt
 from pscluster.spmd.variables.held import HeldVariable
 from pscluster.spmd.variables.scope import current_rules
 from pscluster.worker.programs.program import ArrayType

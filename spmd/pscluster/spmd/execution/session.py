@@ -39,7 +39,7 @@ from pscluster.core import checks
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating, described, payloads_by_task
+from pscluster.spmd.execution.recording import Recording, Ref, Sendable, Stored, Updating, described, payloads_by_task
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 

@@ -14,8 +14,8 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import gathering, moving
-from pscluster.spmd.recording import Array, Ref, Sendable, Stored, Updating
-from pscluster.spmd.session import Running, Session, T
+from pscluster.spmd.execution.recording import Array, Ref, Sendable, Stored, Updating
+from pscluster.spmd.execution.session import Running, Session, T
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType
 

@@ -13,8 +13,8 @@ from tests.spmd.conftest import MakeMesh
 from pscluster import spmd
 from pscluster.core.errors import MisuseError
 from pscluster.spmd import UNSHARDED, Layout
+from pscluster.spmd.execution.recording import Sendable
 from pscluster.spmd.meshes import session_of
-from pscluster.spmd.recording import Sendable
 
 A = np.random.default_rng(1).random((7, 5))
 B = np.random.default_rng(2).random((5, 4))

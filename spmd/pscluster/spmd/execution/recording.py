@@ -12,12 +12,12 @@ import numpy.typing as npt
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import moving
-from pscluster.spmd.ordering import Recorded, ordered
+from pscluster.spmd.execution.ordering import Recorded, ordered
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
 
 if TYPE_CHECKING:
-    from pscluster.spmd.session import Running, Session
+    from pscluster.spmd.execution.session import Running, Session
 
 Array = npt.NDArray[Any]
 

@@ -23,9 +23,9 @@ from pscluster.core.context import current_function
 from pscluster.core.errors import MeshError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mesh
-from pscluster.spmd.executors import Ended
-from pscluster.spmd.recording import Ref, Sendable
-from pscluster.spmd.session import Session
+from pscluster.spmd.execution.executors import Ended
+from pscluster.spmd.execution.recording import Ref, Sendable
+from pscluster.spmd.execution.session import Session
 from pscluster.worker.collectives.algorithms import Incoming, Meanwhile, Outgoing
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context, user_place
 from pscluster.worker.programs.exchange import AmongWorkers, gather_bytes

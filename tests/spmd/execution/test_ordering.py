@@ -11,7 +11,7 @@ from tests.spmd.conftest import MakeMesh
 
 from pscluster import spmd
 from pscluster.spmd import Layout
-from pscluster.spmd.ordering import Recorded, ordered, reads_and_writes
+from pscluster.spmd.execution.ordering import Recorded, ordered, reads_and_writes
 from pscluster.worker.programs.program import Compute, Move
 from pscluster.worker.programs.reading import parse
 

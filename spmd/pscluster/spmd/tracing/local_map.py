@@ -13,12 +13,12 @@ from pscluster.core.dtypes import is_variable_dtype
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.function import Function, Traced, Traces, arguments_of, traced_call
 from pscluster.spmd.gradients.tape import record_local
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import Trace, check_is_function, is_tracing, leaves_of
+from pscluster.spmd.tracing.function import Function, Traced, Traces, arguments_of, traced_call
+from pscluster.spmd.tracing.trace import Trace, check_is_function, is_tracing, leaves_of
 from pscluster.worker.programs.program import ArrayType
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from pscluster.core.errors import MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.executors import definition_of
+from pscluster.spmd.execution.executors import definition_of
+from pscluster.spmd.execution.recording import Ref, Sendable
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
-from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing import Step, check_is_function, is_tracing, rebuilt, tracing
+from pscluster.spmd.tracing.trace import Step, check_is_function, is_tracing, rebuilt, tracing
 from pscluster.spmd.variables.variable import DVariable
 from pscluster.worker.programs.program import ArrayType
 

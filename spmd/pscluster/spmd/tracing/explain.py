@@ -10,9 +10,9 @@ from typing import Any
 from pscluster.core import checks
 from pscluster.core.errors import LayoutError
 from pscluster.core.layouts.layout import Layout
-from pscluster.spmd.function import Function, arguments_of, traced_call
 from pscluster.spmd.placing import check_is_layout
-from pscluster.spmd.tracing import Step, check_is_function
+from pscluster.spmd.tracing.function import Function, arguments_of, traced_call
+from pscluster.spmd.tracing.trace import Step, check_is_function
 from pscluster.worker.programs.program import ArrayType
 
 

@@ -16,7 +16,8 @@ from tests.waiting import TIMEOUT
 from pscluster import spmd
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, PerReplica, replica_context
 from pscluster.core.errors import MisuseError
-from pscluster.spmd import UNSHARDED, Layout, clients
+from pscluster.spmd import UNSHARDED, Layout
+from pscluster.spmd.execution import clients
 
 GRID = [("x", 3), ("y", 2)]
 
