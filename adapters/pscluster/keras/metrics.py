@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError
-from pscluster.ps.handles.metrics import State
+from pscluster.ps.handles.metric import State
 
 if TYPE_CHECKING:
     from pscluster.keras.served import ServedModel

@@ -29,7 +29,7 @@ from pscluster.keras.lazy_zeros import zeros_for
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
 from pscluster.ps.handles.gradients.parameters import Applied, apply_all, assign_all, is_finite, nonfinite
-from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.metric import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.reads import read_variables
 from pscluster.ps.handles.variables.variable import Variable

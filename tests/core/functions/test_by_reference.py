@@ -383,7 +383,7 @@ def argument_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("pscluster.worker.data.per_worker", "WorkerIterator"),
         ("pscluster.ps.handles.indexing", "put"),
         ("pscluster.ps.initializers", "from_spec"),
-        ("pscluster.ps.handles.metrics", "Metric.__init_subclass__"),
+        ("pscluster.ps.handles.metric", "Metric.__init_subclass__"),
     ],
 )
 @pytest.mark.usefixtures("closed")

@@ -18,7 +18,7 @@ from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
-from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.metric import MetricLike
 from pscluster.worker.steps.training import MakesSteps
 
 DEFAULTS = {"max_queued": 262_144, "max_attempts": 3, "worker_lease": 30.0}

@@ -21,7 +21,7 @@ from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
-from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.metric import MetricLike
 from pscluster.worker.steps.evaluation import States, by_name, joined, outputs_of, results_of, states_of
 from pscluster.worker.steps.training import MakesSteps
 

@@ -40,7 +40,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import EndOfDatasetError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import FunctionHandle, partial_of
-from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.metric import MetricLike
 from pscluster.v1 import worker_pb2
 from pscluster.worker.steps.evaluation import by_name
 from pscluster.worker.steps.overlap import logs_of_overlapped_steps

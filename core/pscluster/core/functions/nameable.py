@@ -42,8 +42,9 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "embedding_lookup_sparse",
         "safe_embedding_lookup_sparse",
     ),
+    "pscluster.ps.handles.metric": ("Metric", "MetricLike"),
     "pscluster.ps.handles.metrics": (
-        *("Metric", "MetricLike", "Sum", "Mean", "Accuracy", "SparseCategoricalAccuracy", "MeanSquaredError"),
+        *("Sum", "Mean", "Accuracy", "SparseCategoricalAccuracy", "MeanSquaredError"),
         *("Precision", "Recall", "AUC"),
     ),
     "pscluster.ps.optim.ftrl": ("Ftrl",),

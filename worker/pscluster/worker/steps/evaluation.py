@@ -15,7 +15,7 @@ from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe
 from pscluster.core.values.records import is_record_class, layout_of, structure_of
-from pscluster.ps.handles.metrics import MetricLike, State
+from pscluster.ps.handles.metric import MetricLike, State
 
 States = dict[str, State]
 """States by the metric's name."""

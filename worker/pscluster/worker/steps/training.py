@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.errors import MisuseError
-from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.metric import MetricLike
 from pscluster.worker.steps.results import NO_RESULT
 
 StepLogs = tuple[int, float, float, list[str], npt.NDArray[np.float64]]
