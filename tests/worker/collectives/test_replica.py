@@ -21,7 +21,7 @@ from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import FunctionCancelled, MemberUnavailableError, MisuseError, StaleError, UnavailableError
 from pscluster.core.transport import transport
 from pscluster.core.transport.grpc_streams import GrpcStream
-from pscluster.core.transport.tcp import server
+from pscluster.core.transport.tcp import peer
 from pscluster.core.transport.tcp.client import DataStream
 from pscluster.core.transport.tcp.packets import tuned
 from pscluster.worker.collectives import algorithms
@@ -444,7 +444,7 @@ def test_what_was_sent_last_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatc
         for size in sizes:
             replica.broadcast(np.ones(size, np.int8))
 
-    monkeypatch.setattr(server, "tuned", small)
+    monkeypatch.setattr(peer, "tuned", small)
     with hosts_of(2, folder) as hosts:
         both = Running(hosts, (send, receive), timeout=1000.0)
         both._threads[0].join(60)

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -36,29 +36,21 @@ from pscluster.core.limits import (
 from pscluster.core.security.authenticator import Authenticator, Refused, refusal
 from pscluster.core.security.handshake import ServerSession
 from pscluster.core.security.refusals import HOLD_SECONDS
-from pscluster.core.security.revocation import why_refused
 from pscluster.core.security.tls import Tls
-from pscluster.core.transport.admission import Admission, Waiting
-from pscluster.core.transport.frames import Buffer
-from pscluster.core.transport.methods import Handler, Lookup, behaviour_of
-from pscluster.core.transport.peer_names import OTHER_USER, data_name
+from pscluster.core.transport.admission import Admission
+from pscluster.core.transport.methods import Handler, Lookup
+from pscluster.core.transport.peer_names import OTHER_USER
+from pscluster.core.transport.tcp.call import Buffers, CallBrokenError, Requests, answers_of
 from pscluster.core.transport.tcp.context import DataContext, HandlerAborted
 from pscluster.core.transport.tcp.encryption import TlsConnection
-from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, tuned
+from pscluster.core.transport.tcp.packets import ClosedError, Kind
+from pscluster.core.transport.tcp.peer import Peer
 from pscluster.core.transport.unix_sockets import check_peer
 from pscluster.v1 import authentication_pb2, data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 1.0
-_SMALL_BYTES = 4 << 10  # of an arriving message, uncounted; every connection may hold this much
-
-Buffers = bytes | Sequence[Buffer]
-"""An answer; see `ServerCall.reply`."""
-
-
-class CallBrokenError(grpc.RpcError):
-    """The caller disconnected or sent an invalid packet: raised when a message is requested, as gRPC does."""
 
 
 class _Details(NamedTuple):
@@ -66,53 +58,6 @@ class _Details(NamedTuple):
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
-
-
-class _Peer:
-    """A connection, and the call on it."""
-
-    def __init__(self, connected: socket.socket, tls: Tls | None) -> None:
-        connected = tuned(connected)
-        self.connection = Connection(connected) if tls is None else TlsConnection(connected, tls)
-        self.connection.limit = MAX_CALL_BYTES
-        self.shown: dict[str, Any] = {}  # in its certificate; see `DataContext.auth_context`
-        self.name = data_name(connected)
-        self.since = time.monotonic()
-        self.known = False
-        self.turned_out = False
-        self.busy = False  # with a call, until its status is sent
-        self.context: DataContext | None = None
-
-    @property
-    def is_unauthenticated(self) -> bool:
-        """Return whether no call of it has been accepted, though one may be."""
-        return not (self.known or self.turned_out)
-
-    def why_refused(self, revoked: frozenset[str]) -> str | None:
-        """Return what is wrong with its certificate, if it has shown one."""
-        shown = self.shown.get("x509_pem_cert", ())
-        return next((why for pem in shown if (why := why_refused(pem, revoked, resumed=False))), None)
-
-    def cancel(self) -> None:
-        """End the connection: its token or certificate is no longer accepted."""
-        self.connection.shut()
-        self.gone()
-
-    def turn_out(self) -> None:
-        """Close the connection for its thread, and never authenticate it."""
-        self.turned_out = True
-        self.connection.shut()
-
-    def hold(self, seconds: float) -> None:
-        """Wait for `seconds` seconds, or until either side closes the connection."""
-        waiting = select.poll()
-        waiting.register(self.connection.fileno(), select.POLLRDHUP)
-        waiting.poll(seconds * 1000)
-
-    def gone(self) -> None:
-        """End the call: the client has disconnected."""
-        if (context := self.context) is not None:
-            context.end()
 
 
 class DataServer:
@@ -151,8 +96,8 @@ class DataServer:
         self._lookup, self._authenticator, self._refused = lookup, authenticator, refused
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # a call has ended
-        self._peers: set[_Peer] = set()
-        self._by_descriptor: dict[int, _Peer] = {}
+        self._peers: set[Peer] = set()
+        self._by_descriptor: dict[int, Peer] = {}
         self._epoll = select.epoll()
         self._over = False
         self._listener = listener
@@ -196,11 +141,11 @@ class DataServer:
                 logger.exception("can't serve a connection to the data port")
                 self._drop(peer)
 
-    def _peer_of(self, connected: socket.socket) -> _Peer | None:
+    def _peer_of(self, connected: socket.socket) -> Peer | None:
         try:
             if connected.family == socket.AF_UNIX:
                 check_peer(connected)
-            return _Peer(connected, self._tls)
+            return Peer(connected, self._tls)
         except PermissionError as error:  # it is another user's
             self._refused(OTHER_USER)
             logger.debug("a connection to the data plane was refused: %s", error)
@@ -210,7 +155,7 @@ class DataServer:
             pass  # it has disconnected already
         return None
 
-    def _take(self, peer: _Peer) -> None:
+    def _take(self, peer: Peer) -> None:
         with self._lock:
             full = self._over or len(self._peers) >= data_connections()
             if not full:
@@ -227,7 +172,7 @@ class DataServer:
             return
         threading.Thread(target=self._serve, args=(peer,), name="data", daemon=True).start()
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         peer.connection.shut()  # for a handler's thread that still reads
         with self._lock:
             descriptor = peer.connection.fileno()
@@ -263,7 +208,7 @@ class DataServer:
         for peer in ended:
             peer.cancel()
 
-    def _gone(self, descriptor: int) -> _Peer | None:
+    def _gone(self, descriptor: int) -> Peer | None:
         """Return the peer that disconnected; requires the lock. Polls again, as the descriptor may have been reused."""
         peer = self._by_descriptor.get(descriptor)
         if peer is None:
@@ -278,7 +223,7 @@ class DataServer:
 
     # Calls
 
-    def _serve(self, peer: _Peer) -> None:
+    def _serve(self, peer: Peer) -> None:
         session = None
         try:
             if isinstance(peer.connection, TlsConnection):
@@ -297,7 +242,7 @@ class DataServer:
             if session is not None and self._authenticator is not None:
                 self._authenticator.leave(session, peer)
 
-    def _secure(self, peer: _Peer, connection: TlsConnection) -> None:
+    def _secure(self, peer: Peer, connection: TlsConnection) -> None:
         """Exchange certificates, and answer whether the client's is accepted. Raises if it is not."""
         assert self._tls is not None
         connection.shake_hands()
@@ -306,7 +251,7 @@ class DataServer:
             self._refuse(peer, _status(grpc.StatusCode.UNAUTHENTICATED, why))
         self._send(peer, Kind.READY, b"")
 
-    def _refuse(self, peer: _Peer, status: data_plane_pb2.DataStatus | None = None) -> NoReturn:
+    def _refuse(self, peer: Peer, status: data_plane_pb2.DataStatus | None = None) -> NoReturn:
         """Answer a client that was refused, unless it is to be held, and raise."""
         if not self._refused(peer.name):
             peer.hold(HOLD_SECONDS)
@@ -314,7 +259,7 @@ class DataServer:
             self._answer(peer, status)
         raise ClosedError("no client of ours" if status is None else status.details) from None
 
-    def _shake_hands(self, peer: _Peer, authenticator: Authenticator) -> ServerSession:
+    def _shake_hands(self, peer: Peer, authenticator: Authenticator) -> ServerSession:
         """Have the client prove that it knows the token. Raises if it does not."""
         kind, body = peer.connection.receive()
         try:
@@ -335,10 +280,10 @@ class DataServer:
         self._accept_peer(peer)
         return session
 
-    def _accept_peer(self, peer: _Peer) -> None:
+    def _accept_peer(self, peer: Peer) -> None:
         peer.known, peer.connection.limit = True, self._message_bytes
 
-    def _call(self, peer: _Peer) -> None:
+    def _call(self, peer: Peer) -> None:
         """Serve one call. Raises if no other may follow."""
         kind, body = peer.connection.receive()
         if kind is not Kind.CALL or len(body) > MAX_CALL_BYTES:
@@ -351,14 +296,14 @@ class DataServer:
             if self._over:
                 raise ClosedError("the server is stopping")
             peer.context, peer.busy = context, True
-        requests = _Requests(peer.connection, context, self._admission)
+        requests = Requests(peer.connection, context, self._admission)
         try:
             details: Any = _Details(call.path, context.invocation_metadata())
             handler = self._lookup(details)
             if handler is None:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             self._accept_peer(peer)
-            for answer in _answers(handler, requests, context):
+            for answer in answers_of(handler, requests, context):
                 self._send(peer, Kind.MESSAGE, answer)
             status = context.status(None)
         except CallBrokenError as error:
@@ -378,11 +323,11 @@ class DataServer:
             self._changed.notify_all()
         requests.drop_rest()
 
-    def _answer(self, peer: _Peer, status: data_plane_pb2.DataStatus) -> None:
+    def _answer(self, peer: Peer, status: data_plane_pb2.DataStatus) -> None:
         self._send(peer, Kind.STATUS, status.SerializeToString())
 
     @staticmethod
-    def _send(peer: _Peer, kind: Kind, body: Buffers) -> None:
+    def _send(peer: Peer, kind: Kind, body: Buffers) -> None:
         try:
             peer.connection.send((kind, (body,) if isinstance(body, bytes) else body))
         except OSError as error:
@@ -401,64 +346,3 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
 
 def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
     return data_plane_pb2.DataStatus(code=code.value[0], details=details)
-
-
-class _Requests:
-    """The messages of a call, up to the client's END. Raises CallBrokenError if the connection breaks."""
-
-    def __init__(self, connection: Connection, context: DataContext, admission: Admission | None = None) -> None:
-        self._connection, self._context, self._admission = connection, context, admission
-        self._waiting: Waiting | None = None
-        self._ended = False
-        self.broken = False
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        if self._ended:
-            raise StopIteration
-        try:
-            kind, body = self._connection.receive(self._context.destination, self._announce)
-        except (OSError, ProtocolError) as error:
-            self.broken = True
-            raise CallBrokenError(str(error)) from None
-        finally:
-            if self._waiting is not None and self._admission is not None:
-                self._admission.leave(self._waiting)
-                self._waiting = None
-        if kind is Kind.END:
-            self._ended, self._context.destination = True, None
-            raise StopIteration
-        if kind is not Kind.MESSAGE:
-            self.broken = True
-            raise CallBrokenError(f"{kind.name} within a call")
-        return body
-
-    def _announce(self, size: int) -> None:
-        """Count an arriving message of `size` bytes, unless it is small."""
-        if size > _SMALL_BYTES and self._admission is not None and not self._context.has_room:
-            self._waiting = self._admission.enter(self._context, size)
-
-    def drop_rest(self) -> None:
-        """Drop the messages that the client still sends after the end of its call."""
-        self._context.destination = None
-        for _ in self:
-            pass
-
-
-def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[Buffers]:
-    """Yield the handler's answers, whatever its arity."""
-    parse, serialize = handler.request_deserializer, handler.response_serializer
-    given: Any = requests if parse is None else map(parse, requests)
-    if not handler.request_streaming:
-        given = next(given, None)
-        if given is None:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
-    answer = behaviour_of(handler)(given, context)
-    answers = iter((answer or ()) if handler.response_streaming else (answer,))
-    try:
-        yield from answers if serialize is None else map(serialize, answers)
-    finally:
-        if (close := getattr(answers, "close", None)) is not None:
-            close()
