@@ -21,7 +21,9 @@ from pscluster.coordinator.api import LocalCluster
 EXAMPLES, BATCH = 2000, 10
 
 # How long a server is unreachable until a training that is to end no longer waits for it.
-HOPELESS = {f"pscluster.coordinator.{module}.HOPELESS": 0.5 for module in ("job.context", "training.fit")}
+UNREACHABLE_SECONDS = {
+    f"pscluster.coordinator.{module}.UNREACHABLE_SECONDS": 0.5 for module in ("job.context", "training.fit")
+}
 
 SCRIPT = """
     import sys
@@ -157,7 +159,7 @@ def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeyp
     This holds whatever waits for them: a function, a callback in the script's thread, or a checkpoint in the
     background.
     """
-    for name, value in environment(tmp_path / "faults", seconds=HOPELESS).items():  # for the script, too
+    for name, value in environment(tmp_path / "faults", seconds=UNREACHABLE_SECONDS).items():  # for the script, too
         monkeypatch.setenv(name, value)
     fault = "chief/coordinator.mark.after=stop@1"
     with armed_cluster(tmp_path / "faults", 1, 1, durability="none") as armed:

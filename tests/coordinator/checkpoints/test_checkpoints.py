@@ -628,7 +628,7 @@ def test_the_job_ends_while_one_is_written(tmp_path: Path, monkeypatch: pytest.M
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
-    monkeypatch.setattr(job_context, "HOPELESS", 0.1)
+    monkeypatch.setattr(job_context, "UNREACHABLE_SECONDS", 0.1)
     with running_job(restart=False) as job:
         with job.strategy.scope():
             Variable(np.arange(3), name="x")

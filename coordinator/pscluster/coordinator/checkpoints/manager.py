@@ -221,7 +221,7 @@ class CheckpointManager(StaysHere):
         """Close it at the end of the job, once a pending checkpoint is written, unless a server is down."""
         self._end_timer(wait=False)
         while self._pending is not None and not wait_for(self._pending, CHECK_SECONDS):
-            if why := self.checkpoint.context.hopeless():
+            if why := self.checkpoint.context.unreachable_too_long():
                 logger.error("not waiting for the checkpoint that is being written: %s", why)
                 break
         self.close(wait=False)

@@ -405,8 +405,8 @@ def _health(snapshot: JobSnapshot, problems: list[str]) -> tuple[str, str, list[
     if queue.error:
         return "bad", "A function failed; the others were cancelled", [queue.error, *problems]
     if problems:
-        hopeless = not any(worker.up for worker in queue.workers) or any(snapshot.servers.values())
-        return "bad" if hopeless else "warn", "Needs attention", problems
+        stuck = not any(worker.up for worker in queue.workers) or any(snapshot.servers.values())
+        return "bad" if stuck else "warn", "Needs attention", problems
     if queue.paused:
         return "ok", "Making a checkpoint; functions are paused until it is done", []
     if not queue.in_flight and not queue.waiting:

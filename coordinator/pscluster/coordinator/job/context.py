@@ -45,7 +45,7 @@ from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
 
-HOPELESS = 10.0
+UNREACHABLE_SECONDS = 10.0
 """Seconds for which a job that is ending waits for an unreachable task."""
 
 # Until they are closed: a job goes on even without a reference to its strategy.
@@ -240,10 +240,12 @@ class JobContext:
         """Return the unreachable parameter servers, with the seconds for which they have been."""
         return unreachable(self.servers)
 
-    def hopeless(self) -> str:
+    def unreachable_too_long(self) -> str:
         """Return why a clean end is not worth waiting for, usually because the whole cluster ends; otherwise ""."""
         late = [
-            f"{server} has been unreachable for {s:.0f} s" for server, s in self.unreachable().items() if s > HOPELESS
+            f"{server} has been unreachable for {s:.0f} s"
+            for server, s in self.unreachable().items()
+            if s > UNREACHABLE_SECONDS
         ]
         return ", ".join(late)
 

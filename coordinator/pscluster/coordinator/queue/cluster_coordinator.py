@@ -10,9 +10,10 @@ from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.training.arguments import own_validation, validation_of
 from pscluster.coordinator.training.callbacks import Callback
 from pscluster.coordinator.training.callbacks.frameworks import with_frameworks
-from pscluster.coordinator.training.fit import Fit, own_validation, validation_of
+from pscluster.coordinator.training.fit import Fit
 from pscluster.coordinator.training.history import History
 from pscluster.core import checks
 from pscluster.core.checks import type_of

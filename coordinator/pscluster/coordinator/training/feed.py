@@ -152,6 +152,9 @@ class PerWorkerFeed:
         pass
 
 
+Feed = DistributedFeed | PerWorkerFeed
+
+
 def _cut(plan: Mapping[str, Any]) -> str:
     elements = f"{plan['elements']:,} elements of {plan['items_per_element']:,}"
     return f"{elements}, {plan['per_epoch']:,} an epoch, as {plan['name']!r}"

@@ -20,43 +20,35 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
-from pscluster.coordinator.job.context import HOPELESS
+from pscluster.coordinator.job.context import UNREACHABLE_SECONDS
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console, progress_of_files
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.training.arguments import Validation, checked_overlap, feed_of
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
-from pscluster.coordinator.training.feed import DistributedFeed, PerWorkerFeed, Work
+from pscluster.coordinator.training.feed import Work
+from pscluster.coordinator.training.function_size import FunctionSize
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
-from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.checks import type_of
 from pscluster.core.display.sanitize import shown
-from pscluster.core.errors import EndOfDatasetError, MisuseError, PsClusterError
-from pscluster.core.functions.definitions import FunctionHandle, partial_of
-from pscluster.ps.handles.metric import MetricLike
+from pscluster.core.errors import EndOfDatasetError, PsClusterError
+from pscluster.core.functions.definitions import partial_of
 from pscluster.v1 import worker_pb2
-from pscluster.worker.steps.evaluation import by_name
 from pscluster.worker.steps.overlap import logs_of_overlapped_steps
-from pscluster.worker.steps.training import MakesSteps, StepLogs, logs_of_replicas, logs_of_steps
+from pscluster.worker.steps.training import StepLogs, logs_of_replicas, logs_of_steps
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05  # how long to wait for the oldest function before checking the others
 SAVE_SECONDS = 10.0  # how often the state is saved within an epoch
-
-
-_DATASETS = (
-    "coordinator.distribute_dataset(...).batch(64) or coordinator.create_per_worker_dataset(...)",
-    "what strategy.distribute_dataset() returns",
-)
-"""What `fit` takes: with steps of each worker, and with synchronous ones."""
 
 
 class _Interruption(Exception):  # noqa: N818  (it is none)
@@ -65,10 +57,6 @@ class _Interruption(Exception):  # noqa: N818  (it is none)
     def __init__(self, raised: BaseException | None = None) -> None:
         super().__init__()
         self.raised = raised
-
-
-_Validation = tuple[Callable[[Any], Any], DistributedDataset, Mapping[str, MetricLike]]
-"""The arguments of `EvaluationQueue.evaluate`, which is called after epochs."""
 
 
 class Fit:
@@ -83,7 +71,7 @@ class Fit:
         epochs: int,
         steps_per_epoch: int | None,
         steps_per_execution: int | Literal["auto"],
-        validation: _Validation | None,
+        validation: Validation | None,
         validation_freq: int,
         callbacks: Sequence[Callback],
         verbose: int,
@@ -94,28 +82,13 @@ class Fit:
         self._epochs = epochs
         self._validation, self._validation_freq = validation, validation_freq
         self._verbose = verbose
-        self._feed: DistributedFeed | PerWorkerFeed
         self._together = coordinator.strategy.is_synchronous
         if not callable(step):
             raise TypeError(f"fit takes a step function, not {type_of(step)}")
-        if isinstance(data, DistributedDataset):
-            if self._together:
-                raise MisuseError(
-                    "a SynchronousStrategy trains on all workers together, and a distributed dataset has parts for "
-                    "single ones: give fit what strategy.distribute_dataset() returns"
-                )
-            self._feed = DistributedFeed(data, steps_per_epoch)
-            if steps_per_execution == "auto" and data.shape.elements_per_part > 1:
-                steps_per_execution = data.shape.elements_per_part
-        elif isinstance(data, PerWorkerDataset):
-            if self._together and steps_per_epoch is None:
-                raise ValueError(
-                    "with a SynchronousStrategy fit needs steps_per_epoch: how many global batches an epoch takes"
-                )
-            self._feed = PerWorkerFeed(data, steps_per_epoch)
-        else:
-            raise TypeError(f"fit takes a dataset, not {type_of(data)}: give {_DATASETS[self._together]}")
-        named = _checked_overlap(coordinator, lookups, overlap)
+        self._feed = feed_of(data, steps_per_epoch, synchronous=self._together)
+        if steps_per_execution == "auto" and isinstance(data, DistributedDataset) and data.shape.elements_per_part > 1:
+            steps_per_execution = data.shape.elements_per_part
+        named = checked_overlap(coordinator, lookups, overlap)
         captured = coordinator.captured(step)
         # Logs and errors show the step's own name.
         self._name = captured.function.name
@@ -124,7 +97,6 @@ class Fit:
             if overlap
             else partial_of(self._name, logs_of_steps, captured)
         )
-        self._steps_per_execution = steps_per_execution
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
         self._callbacks = CallbackList(callbacks, coordinator, **params)
@@ -132,21 +104,12 @@ class Fit:
         self._training.keep = self._save
         self._history = History(epochs=epochs, steps=steps)
         self._state = TrainingState(coordinator.context.client, coordinator.trainings_ended + 1)
-        self._interrupts = Interrupts(self._hopeless)
+        self._interrupts = Interrupts(self._obstacle)
         self._pending: deque[tuple[RemoteValue, Work]] = deque()
         self._line: ProgressLine | None = None
-        self._dispatch_seconds = DISPATCH_SECONDS
-        self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
-        self._function_seconds: float | None = None
-        # Whether the steps per function are known for this epoch: approximately, and finally.
-        self._size_chosen = self._final = steps_per_execution != "auto"
-        self._overhead = Overhead(self._workers)
+        self._size = FunctionSize(steps_per_execution, self._feed, coordinator.context)
         self._batches = 0
         self._saved = time.monotonic()
-
-    @property
-    def _workers(self) -> int:
-        return max(len(self._coordinator.context.workers), 1)
 
     def run(self) -> History:
         try:
@@ -205,7 +168,7 @@ class Fit:
             state.totals = {}
         state.epoch, state.resumed = epoch, False
         done = feed.begin_epoch()
-        self._choose_size(resumed)
+        self._size.begin_epoch(resumed)
         self._batches = scheduled = done if feed.unit == "step" else 0
         self._callbacks.on_epoch_begin(epoch)
         self._save()
@@ -252,9 +215,8 @@ class Fit:
                 more = self._take_together(scheduled)
                 scheduled = self._batches
                 continue
-            # Until the size is chosen, schedule only as many as are measured: the rest would be too small.
-            seconds = self._function_seconds if self._size_chosen else None
-            while more and len(self._pending) < most_ahead(seconds, self._workers):
+            ahead = self._size.most_ahead()
+            while more and len(self._pending) < ahead:
                 work = self._feed.next()
                 if work is None:
                     more = False
@@ -322,9 +284,7 @@ class Fit:
     def _add(self, function: str, logs: StepLogs, work: Work, steps: int) -> None:
         """Add the logs of this many steps to those of the epoch, and call the callbacks."""
         worker, begin, end, names, rows = logs
-        self._function_seconds = end - begin
-        if steps:
-            self._step_seconds.append(self._function_seconds / work.units)
+        self._size.measure(end - begin, work.units if steps else 0)
         for name, sum_ in zip(names, rows.sum(axis=0).tolist(), strict=True):
             total, count = self._state.totals.get(name, (0.0, 0))
             self._state.totals[name] = total + sum_, count + len(rows)
@@ -343,43 +303,8 @@ class Fit:
         self._coordinator.context.event_log.trained(training, steps=steps, examples=work.examples)
         if self._line is not None:
             self._line.update(work.units, examples=work.examples, logs=shown)
-        if not self._final:
-            self._resize(worker, begin, end)
-
-    def _resize(self, worker: int, begin: float, end: float) -> None:
-        """Choose the steps per function, if this function, which ran from `begin` to `end`, makes them known."""
-        now, cpu = time.monotonic(), time.process_time()
-        if not self._size_chosen:
-            if len(self._step_seconds) < max(MEASURED, 2 * self._workers):
-                return
-            self._size_chosen = True
-            self._overhead.begin(now, cpu)
-        else:
-            overhead = self._overhead.add(worker, begin, end, now, cpu)
-            if overhead is None:
-                return
-            self._dispatch_seconds = overhead
-            self._final = self._best_size() < 1.5 * self._feed.size()
-        if not self._final and self._feed.resize(self._best_size()):
+        if self._size.adjust(worker, begin, end):
             self._save()  # before a function of that size is scheduled
-
-    def _best_size(self) -> int:
-        return best_size(self._step_seconds, self._dispatch_seconds, self._feed.per_epoch, self._workers)
-
-    def _choose_size(self, resumed: bool) -> None:
-        """Choose the steps per function at an epoch's begin. A resumed one keeps its cuts: parts may be handed out."""
-        keep_cuts = resumed and self._feed.data is not None
-        self._final = keep_cuts or self._steps_per_execution != "auto"
-        self._size_chosen = self._final or len(self._step_seconds) >= MEASURED
-        if keep_cuts:
-            return
-        if self._steps_per_execution != "auto":
-            self._feed.resize(self._steps_per_execution)
-        elif self._size_chosen:
-            best, current = self._best_size(), self._feed.size()
-            if not current / 2 < best < current * 2:
-                self._feed.resize(best)
-            self._overhead.begin(time.monotonic(), time.process_time())
 
     def _means(self) -> Logs:
         return {name: total / count for name, (total, count) in self._state.totals.items() if count}
@@ -391,7 +316,7 @@ class Fit:
         self._state.save()
         self._saved = time.monotonic()
 
-    def _validate(self, validation: _Validation) -> Logs:
+    def _validate(self, validation: Validation) -> Logs:
         self._callbacks.on_test_begin()
         self._interrupts.at_once = True
         try:
@@ -408,11 +333,11 @@ class Fit:
 
     # Ending early
 
-    def _hopeless(self) -> str:
+    def _obstacle(self) -> str:
         """Return why functions that have begun can't end; "" if they may."""
         context = self._coordinator.context
-        stranded = "" if context.dispatcher is None else context.dispatcher.status.stranded(HOPELESS)
-        return context.hopeless() or stranded
+        stranded = "" if context.dispatcher is None else context.dispatcher.status.stranded(UNREACHABLE_SECONDS)
+        return context.unreachable_too_long() or stranded
 
     def _stop(self) -> None:
         """Cancel the functions that have not begun, and take the logs of the others."""
@@ -427,49 +352,3 @@ class Fit:
         with contextlib.suppress(PsClusterError):
             self._coordinator.cancel_waiting([value for value, _ in self._pending])
             self._feed.save()
-
-
-def _checked_overlap(
-    coordinator: EvaluationQueue, lookups: Callable[[Any], Any] | None, overlap: int
-) -> FunctionHandle | None:
-    """Return the captured `lookups`, if there are any. Raise as `ClusterCoordinator.fit` if steps can't overlap so."""
-    strategy = coordinator.strategy
-    if strategy.is_synchronous and overlap > (staleness := strategy.step_options.staleness):
-        raise MisuseError(
-            f"overlap is {overlap}, and the staleness of the SynchronousStrategy {staleness:g}: a replica can't "
-            f"leave more steps behind than the others may be; give the strategy staleness={overlap}, or fit "
-            f"overlap={staleness:g}"
-        )
-    if lookups is None:
-        return None
-    if not overlap:
-        raise ValueError("lookups names the rows of the next step, which needs overlap: give overlap=1 as well")
-    return coordinator.captured_lookups(lookups)
-
-
-def own_validation(step: object, data: object, given: Any, metrics: Any) -> tuple[Any, Any]:
-    """Return the validation's step and metrics: those given, or those of a model that is trained and evaluated."""
-    if data is None or given is not None or metrics is not None or not isinstance(step, MakesSteps):
-        return given, metrics
-    return step.evaluation_step(), [step.evaluation_metric()]
-
-
-def validation_of(
-    data: DistributedDataset | None,
-    step: Callable[[Any], Any] | None,
-    metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None,
-) -> _Validation | None:
-    if data is None:
-        if step is not None or metrics is not None:
-            raise ValueError("validation_step and validation_metrics need validation_data: give it, too")
-        return None
-    if not isinstance(data, DistributedDataset):
-        raise TypeError(f"validation_data is {type_of(data)}: give coordinator.distribute_dataset(...).batch(64)")
-    if step is None or metrics is None:
-        raise ValueError(
-            "validation_data needs validation_step, which returns what the metrics take for an element, and "
-            "validation_metrics: see coordinator.evaluate"
-        )
-    if not callable(step):
-        raise TypeError(f"validation_step is {type_of(step)}; it must be a function")
-    return step, data, by_name(metrics)

@@ -2,7 +2,7 @@
 
 RUNNING --signal--> ASKED     the loop notices within a moment, lets running functions end, has checkpoints made, and
                               calls the earlier handler, which usually raises KeyboardInterrupt
-ASKED   --signal--> handed on at once, as when `hopeless` says that a clean end is impossible
+ASKED   --signal--> handed on at once, as when `obstacle` tells of something that prevents a clean end
 with `at_once`: handed on at once
 """
 
@@ -26,11 +26,11 @@ CHECK_SECONDS = 0.5
 class Interrupts:
     """Handles the signals within the block, if that runs in the main thread.
 
-    `hopeless` returns why a clean end is impossible; "" if it is possible.
+    `obstacle` returns what prevents a clean end; "" if nothing does.
     """
 
-    def __init__(self, hopeless: Callable[[], str]) -> None:
-        self._hopeless = hopeless
+    def __init__(self, obstacle: Callable[[], str]) -> None:
+        self._obstacle = obstacle
         self.received: int | None = None
         self.at_once = False  # set it while signals should be handed on at once
         self.handed_on = False  # whether one was, to the earlier handler
@@ -78,7 +78,7 @@ class Interrupts:
 
     def _watch(self) -> None:
         while not self._over.wait(CHECK_SECONDS):
-            if self.received is not None and not self.handed_on and (why := self._hopeless()):
+            if self.received is not None and not self.handed_on and (why := self._obstacle()):
                 logger.error("training stops at once: %s", why)
                 os.kill(os.getpid(), self.received)
                 return
