@@ -14,9 +14,9 @@ from tests.worker.programs.support import Tasks, grid, typed
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.programs import nodes, stretches
 from pscluster.worker.programs.computing import Computation
-from pscluster.worker.programs.crew import Crew
 from pscluster.worker.programs.program import ArrayType
 from pscluster.worker.programs.reading import parse
+from pscluster.worker.programs.thread_pool import ThreadPool
 
 MESH = grid(1)
 LOADED = [(np.arange(6.0), ["x"]), (np.arange(4.0) + 10, ["y"]), (np.arange(2.0) + 20, ["unsharded"])]
@@ -153,7 +153,7 @@ def test_a_program_does_what_its_functions_do_one_by_one(
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(stretches, "WORTH_WORK", worth)
         for module in (stretches, nodes):
-            patch.setattr(module, "crew", lambda: CREW)
+            patch.setattr(module, "thread_pool", lambda: POOL)
         parse.cache_clear()
         for _ in range(3):  # once, checked, and unchecked
             arrays = [random.random(shape).astype(dtype) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_what_a_view_shows_is_not_written_over() -> None:
         np.testing.assert_array_equal(found[0], one_by_one(types, text[:-1], [array])[4])
 
 
-CREW = Crew(1)
+POOL = ThreadPool(1)
 
 
 def one_by_one(types: list[ArrayType], text: list[list[Any]], arrays: list[Any]) -> list[list[Any]]:

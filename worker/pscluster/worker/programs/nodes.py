@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from pscluster.worker.programs.computing import Slots
-from pscluster.worker.programs.crew import crew
 from pscluster.worker.programs.moves import Settled
+from pscluster.worker.programs.thread_pool import thread_pool
 
 
 class Node(Protocol):
@@ -67,7 +67,7 @@ class HandOver:
     def run(self, slots: Slots) -> None:
         """Put what is to be waited for into a slot."""
         node = self._node
-        slots[self._slot] = crew().hand_over(lambda: node.run(slots))
+        slots[self._slot] = thread_pool().submit(lambda: node.run(slots))
 
 
 class Wait:

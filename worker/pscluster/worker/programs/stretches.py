@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pscluster.worker.programs.computing import ARITHMETIC, Computation, Slots
-from pscluster.worker.programs.crew import crew
 from pscluster.worker.programs.moves import Settled, Together
 from pscluster.worker.programs.nodes import Assembly, HandOver, Node, Sum, Wait
 from pscluster.worker.programs.once import pattern_of
 from pscluster.worker.programs.program import Compute, Move, Program
 from pscluster.worker.programs.scheduling import Job, Kind, arranged
 from pscluster.worker.programs.store import Pattern, Registers
+from pscluster.worker.programs.thread_pool import thread_pool
 
 _WORK_A_MICROSECOND = 27_000
 
@@ -227,7 +227,7 @@ class _Planning:
 def _steps(planning: _Planning, kept: set[int]) -> list[tuple[Node, tuple[int, ...]]]:
     """Return what is done, in order, and after each the slots that are not needed any more."""
     planned = planning.planned
-    actions = arranged([item.job for item in planned], crew().helpers)
+    actions = arranged([item.job for item in planned], thread_pool().num_threads)
     last: dict[int, int] = {}  # the action after which nothing reads or writes a slot
     for nth, (kind, job) in enumerate(actions):
         if kind is not Kind.HAND:

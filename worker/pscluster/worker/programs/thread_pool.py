@@ -1,4 +1,4 @@
-"""Threads that take over work which holds no lock of Python's: one for each core but that of the one who asks.
+"""Threads that take over work which holds no lock of Python's: one for each core except the caller's.
 
 A piece of work that is handed over is done by the first thread that is free, or by the one that waits for it, if no
 thread has begun it: so nothing waits for threads that are busy otherwise.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 
-class Piece:
+class WorkItem:
     """Work that was handed over."""
 
     __slots__ = ("_error", "_over", "_run", "_taken")
@@ -55,38 +55,38 @@ class Piece:
                 self.finish()
 
 
-class Crew:
+class ThreadPool:
     """Threads, which end with the process."""
 
-    def __init__(self, helpers: int) -> None:
-        self.helpers = helpers
-        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        for _ in range(helpers):
-            threading.Thread(target=self._help, name="devices", daemon=True).start()
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
+        for _ in range(num_threads):
+            threading.Thread(target=self._run, name="devices", daemon=True).start()
 
-    def _help(self) -> None:
+    def _run(self) -> None:
         with np.errstate(all="ignore"):  # warnings would be shown on the worker
             while True:
-                self._pieces.get().take()
+                self._items.get().take()
 
-    def hand_over(self, run: Callable[[], None]) -> Piece:
-        """Return a piece of work, which a thread begins once it is free."""
-        piece = Piece(run)
-        self._pieces.put(piece)
-        return piece
+    def submit(self, run: Callable[[], None]) -> WorkItem:
+        """Return the work, which a thread begins once it is free."""
+        item = WorkItem(run)
+        self._items.put(item)
+        return item
 
 
 _lock = threading.Lock()
-_known: dict[int, Crew] = {}  # by process: a child that was forked has no threads
+_known: dict[int, ThreadPool] = {}  # by process: a child that was forked has no threads
 
 
-def crew() -> Crew:
+def thread_pool() -> ThreadPool:
     """Return the one of this process, which is made at first use."""
     process = os.getpid()
     if (known := _known.get(process)) is None:
         with _lock:
             if (known := _known.get(process)) is None:
-                known = _known[process] = Crew(_cores() - 1)
+                known = _known[process] = ThreadPool(_cores() - 1)
     return known
 
 

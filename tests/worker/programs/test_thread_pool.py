@@ -6,17 +6,17 @@ import threading
 
 import pytest
 
-from pscluster.worker.programs.crew import Crew
+from pscluster.worker.programs.thread_pool import ThreadPool
 
 
 def test_pieces_are_done_at_once() -> None:
     """As many as there are threads meet, which they could not one after the other."""
-    crew, meeting = Crew(2), threading.Barrier(3, timeout=30)
+    pool, meeting = ThreadPool(2), threading.Barrier(3, timeout=30)
 
     def meet() -> None:
         meeting.wait()
 
-    pieces = [crew.hand_over(meet) for _ in range(2)]
+    pieces = [pool.submit(meet) for _ in range(2)]
     meet()
     for piece in pieces:
         piece.finish()
@@ -25,21 +25,21 @@ def test_pieces_are_done_at_once() -> None:
 def test_who_waits_does_what_no_thread_has_begun() -> None:
     """Each piece once, also inside of another one, and also if there are no threads."""
     busy, over = threading.Event(), threading.Event()
-    for crew in (Crew(1), Crew(0)):
+    for pool in (ThreadPool(1), ThreadPool(0)):
 
         def other() -> None:
             busy.set()
             over.wait(30)
 
-        running = crew.hand_over(other)
-        assert not crew.helpers or busy.wait(30)
+        running = pool.submit(other)
+        assert not pool.num_threads or busy.wait(30)
         done: list[int] = []
 
-        def piece(nth: int, crew: Crew = crew, done: list[int] = done) -> None:
-            crew.hand_over(lambda: done.append(nth)).finish()
+        def piece(nth: int, pool: ThreadPool = pool, done: list[int] = done) -> None:
+            pool.submit(lambda: done.append(nth)).finish()
             done.append(nth)
 
-        for handed in [crew.hand_over(lambda nth=nth: piece(nth)) for nth in range(3)]:  # type: ignore[misc]
+        for handed in [pool.submit(lambda nth=nth: piece(nth)) for nth in range(3)]:  # type: ignore[misc]
             handed.finish()
         assert done == [0, 0, 1, 1, 2, 2]
         over.set()
@@ -48,8 +48,8 @@ def test_who_waits_does_what_no_thread_has_begun() -> None:
 
 def test_an_error_is_raised_where_it_is_waited_for() -> None:
     """Not before, and nowhere else."""
-    crew = Crew(1)
-    failing, fine = crew.hand_over(lambda: [][0]), crew.hand_over(lambda: None)
+    pool = ThreadPool(1)
+    failing, fine = pool.submit(lambda: [][0]), pool.submit(lambda: None)
     fine.finish()
     with pytest.raises(IndexError):
         failing.finish()
@@ -57,17 +57,17 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
 
 def test_what_is_abandoned_never_begins_or_has_ended() -> None:
     """So that nothing goes on with what a program has left behind."""
-    crew, begun, over, done = Crew(1), threading.Event(), threading.Event(), list[int]()
+    pool, begun, over, done = ThreadPool(1), threading.Event(), threading.Event(), list[int]()
 
     def slow() -> None:
         begun.set()
         over.wait(30)
         done.append(0)
 
-    running, waiting = crew.hand_over(slow), crew.hand_over(lambda: done.append(1))
+    running, waiting = pool.submit(slow), pool.submit(lambda: done.append(1))
     assert begun.wait(30)
     waiting.abandon()
     threading.Timer(0.01, over.set).start()
     running.abandon()
-    crew.hand_over(lambda: None).finish()
+    pool.submit(lambda: None).finish()
     assert done == [0]
