@@ -310,7 +310,7 @@ def test_a_checkpoint_opens_in_torch_and_a_plain_state_starts_a_job(
     check_same(served, other, tolerance=0)
     assert other.out.weight is other.emb.weight
     Tied().load_state_dict(served.state_dict())
-    with pytest.raises(errors.CheckpointMisfitError, match=r"no variable 'emb\.weight'"):
+    with pytest.raises(errors.CheckpointMismatchError, match=r"no variable 'emb\.weight'"):
         load_checkpoint(other, SavedVariables(tmp_path))
     with pytest.raises(errors.InvalidUpdateError, match=r"does not fit .* no value for unused\.bias"):
         served.load_state_dict({key: value for key, value in plain.state_dict().items() if key != "unused.bias"})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.ps.handles.indexing import Array
 from pscluster.torch.structure import Structure
 from pscluster.torch.tensors import tensor_of
@@ -22,7 +22,7 @@ def load_checkpoint(module: nn.Module, saved: Mapping[str, Array], name: str | N
         name: with which it was served, if with one.
 
     Raises:
-        CheckpointMisfitError: a variable is missing, or has another shape. Nothing was loaded.
+        CheckpointMismatchError: a variable is missing, or has another shape. Nothing was loaded.
     """
     structure = Structure.of(module)
     prefix = "" if name is None else f"{name}/"
@@ -30,12 +30,12 @@ def load_checkpoint(module: nn.Module, saved: Mapping[str, Array], name: str | N
     values: dict[str, Array] = {}
     for key, tensor in own.items():
         if prefix + key not in saved:
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"the checkpoint has no variable {prefix + key!r}: give the name with which it was served"
             )
         value = saved[prefix + key]
         if value.shape != tuple(tensor.shape):
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"{prefix + key!r} has shape {value.shape} in the checkpoint, and {tuple(tensor.shape)} in the module"
             )
         values[key] = value

@@ -14,7 +14,7 @@ __all__ = [
     "BusyError",
     "CancelledError",
     "CheckpointError",
-    "CheckpointMisfitError",
+    "CheckpointMismatchError",
     "ConfigurationError",
     "DatasetError",
     "EndOfDatasetError",
@@ -149,7 +149,7 @@ class CheckpointError(PsClusterError):
     """A checkpoint can't be written or read; the message says which file, and what is wrong. Nothing was changed."""
 
 
-class CheckpointMisfitError(CheckpointError):
+class CheckpointMismatchError(CheckpointError):
     """A checkpoint is intact, but its variables or optimizers differ from those here. Nothing was changed."""
 
 
@@ -221,7 +221,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("protocol", ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     ("shard-moved", ShardMovedError, grpc.StatusCode.ABORTED),
     ("refused", RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
-    ("checkpoint-misfit", CheckpointMisfitError, grpc.StatusCode.FAILED_PRECONDITION),
+    ("checkpoint-mismatch", CheckpointMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     ("checkpoint", CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     ("ps-unavailable", PSUnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("member-unavailable", MemberUnavailableError, grpc.StatusCode.UNAVAILABLE),

@@ -23,7 +23,7 @@ from pscluster.coordinator import (
     metrics,
     optimizers,
 )
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError
+from pscluster.core.errors import CheckpointError, CheckpointMismatchError
 
 ONES = np.ones((7, 2), np.float32)
 
@@ -77,7 +77,7 @@ def test_what_can_not_be_restored_later(
         dense = made[0].numpy()
     with ParameterServerStrategy(cluster, resume=False) as strategy, strategy.scope():
         Checkpoint(strategy).read(path)
-        with pytest.raises(CheckpointMisfitError, match=r"'dense' is float32\[2\], but float32\[7, 2\] in"):
+        with pytest.raises(CheckpointMismatchError, match=r"'dense' is float32\[2\], but float32\[7, 2\] in"):
             Variable(np.zeros(2, np.float32), name="dense")
         assert strategy.variables == []
         w = Variable(np.zeros((7, 2), np.float32), name="dense")

@@ -70,10 +70,10 @@ def test_saved_and_restored(strategy: ParameterServerStrategy, tmp_path: Path) -
     assert states([loaded[layer.name] for layer in layers]) == saved
     assert loaded["words"](["b"]).tolist() == layers[0](["b"]).tolist()
     other = [features.StringLookup(name="words")]
-    with pytest.raises(errors.CheckpointMisfitError, match="has a layer 'words' that is a different one: StringLookup"):
+    with pytest.raises(errors.CheckpointMismatchError, match="a layer 'words' that is a different one: StringLookup"):
         Checkpoint(strategy, features=other).read(path)
     missing = [features.StringLookup(name="more")]
-    with pytest.raises(errors.CheckpointMisfitError, match="has no layer 'more': give partial=True to leave it"):
+    with pytest.raises(errors.CheckpointMismatchError, match="has no layer 'more': give partial=True to leave it"):
         Checkpoint(strategy, features=missing).read(path)
     Checkpoint(strategy, features=missing).read(path, partial=True)
     file = Path(path) / FILE

@@ -12,7 +12,7 @@ from tests.conftest import search
 
 from pscluster.coordinator.data.dataset_progress import Position
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
-from pscluster.core.errors import CheckpointMisfitError, MisuseError
+from pscluster.core.errors import CheckpointMismatchError, MisuseError
 
 LENGTH, USED = 11, 10
 EPOCHS = 3
@@ -105,7 +105,7 @@ def test_another_length() -> None:
     """A position of another dataset is refused, and nothing has changed."""
     coverage = EpochCoverage(10, 10)
     coverage.commit(0, 0, 3)
-    with pytest.raises(CheckpointMisfitError, match="with 20 examples, and this one has 10: give it another name"):
+    with pytest.raises(CheckpointMismatchError, match="with 20 examples, and this one has 10: give it another name"):
         coverage.load(EpochCoverage(20, 20).state())
     assert coverage.visited(0) == 3
 

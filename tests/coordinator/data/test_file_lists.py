@@ -15,7 +15,7 @@ import pytest
 from pscluster.coordinator import sources
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.data.file_lists import MOST, FileList
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.worker.data.sources import Listed, source_of
 
 FILES = [Listed(f"/data/{month}/part.csv", 100 + month, 2) for month in (1, 2, 3)]
@@ -49,7 +49,7 @@ def test_the_same_files_elsewhere() -> None:
 )
 def test_other_files_are_named(now: list[Listed], said: str) -> None:
     """Each with what has become of it."""
-    with pytest.raises(CheckpointMisfitError, match=f"the saved position is of other files: .*{said}"):
+    with pytest.raises(CheckpointMismatchError, match=f"the saved position is of other files: .*{said}"):
         FileList(now).check(json.loads(json.dumps(FileList(FILES).state())))
 
 
@@ -95,7 +95,7 @@ def test_files_of_rows_with_other_contents(
     size = (there / "3").stat().st_size
     write(there / "3", np.arange(5000) * 7)
     assert (there / "3").stat().st_size == size
-    with pytest.raises(CheckpointMisfitError, match="'3' has other contents than it had; restore the files"):
+    with pytest.raises(CheckpointMismatchError, match="'3' has other contents than it had; restore the files"):
         listed(there).check(saved)
 
 
@@ -105,7 +105,7 @@ def test_many_files_are_known_by_a_digest() -> None:
     saved = FileList(many).state()
     assert len(saved) == 64
     FileList(many).check(saved)
-    with pytest.raises(CheckpointMisfitError, match="not those of the 1,001 files here"):
+    with pytest.raises(CheckpointMismatchError, match="not those of the 1,001 files here"):
         FileList([*many[:-1], Listed("/data/1000", 7, 1)]).check(saved)
 
 
@@ -115,6 +115,6 @@ def test_nonsense_is_refused(saved: object) -> None:
     coverage = EpochCoverage(6, 6, files=FileList(FILES))
     coverage.commit(0, 0, 2)
     state = {**coverage.state(), "files": saved}
-    with pytest.raises(CheckpointMisfitError, match="of other files"):
+    with pytest.raises(CheckpointMismatchError, match="of other files"):
         coverage.load(state)
     assert coverage.visited(0) == 2

@@ -35,7 +35,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.api import Checkpoint
 from pscluster.core.errors import (
-    CheckpointMisfitError,
+    CheckpointMismatchError,
     InvalidUpdateError,
     MisuseError,
     PsClusterError,
@@ -241,7 +241,7 @@ def test_checkpoints_fit_any_number_of_shards(
     for other, kind in others:
         with ParameterServerStrategy(cluster) as strategy:
             table, adam = build(strategy, 2, **other)
-            with pytest.raises(CheckpointMisfitError, match=f"'t' has ids that are {kind}, but (strings|int64)"):
+            with pytest.raises(CheckpointMismatchError, match=f"'t' has ids that are {kind}, but (strings|int64)"):
                 Checkpoint(strategy).read(str(path))
             assert len(table) == 0
     for num_shards in (1, 2, 7):
@@ -254,13 +254,13 @@ def test_checkpoints_fit_any_number_of_shards(
             np.testing.assert_allclose(table.lookup(gradients.indices), later, rtol=1e-6)
     with ParameterServerStrategy(cluster) as strategy:
         table, _ = build(strategy, 1, capacity=49)
-        with pytest.raises(CheckpointMisfitError, match="'t' has room for 49 rows, and the checkpoint has more"):
+        with pytest.raises(CheckpointMismatchError, match="'t' has room for 49 rows, and the checkpoint has more"):
             Checkpoint(strategy).read(str(path))
         assert len(table) == 0
     with ParameterServerStrategy(cluster) as strategy:
         with strategy.scope():
             Variable(np.zeros((5, DIM), np.float32), name="t")
-        with pytest.raises(CheckpointMisfitError, match="'t' is a variable, but a table with rows of 4 values in"):
+        with pytest.raises(CheckpointMismatchError, match="'t' is a variable, but a table with rows of 4 values in"):
             Checkpoint(strategy).read(str(path))
 
 

@@ -41,7 +41,7 @@ from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClusterError
+from pscluster.core.errors import CheckpointError, CheckpointMismatchError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
@@ -285,7 +285,7 @@ class Checkpoint(StaysHere):
         known = {variable.name for variable in self.context.variables.all}
         missing = sorted(known - index.variables.keys())
         if missing and not partial:
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
         if surplus := [name for name in index.variables if name not in known]:

@@ -48,7 +48,7 @@ class DeferredRestore:
         """Restore a variable that was awaited.
 
         Raises:
-            CheckpointMisfitError: it has another shape or type.
+            CheckpointMismatchError: it has another shape or type.
             CheckpointError: the checkpoint is damaged, or is not there any more.
         """
         if variable.name in self._awaited:

@@ -19,7 +19,7 @@ from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.waiting import result_of, wait_for
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError
+from pscluster.core.errors import CheckpointError, CheckpointMismatchError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.files.tensor_files import join
@@ -275,7 +275,7 @@ class CheckpointManager(StaysHere):
             for path in reversed(self.checkpoints):
                 try:
                     self.checkpoint.read_missing_layers(path)
-                except CheckpointMisfitError:
+                except CheckpointMismatchError:
                     raise
                 except CheckpointError as error:
                     logger.error("the layers of %s can't be restored: %s", path, error)
@@ -291,7 +291,7 @@ class CheckpointManager(StaysHere):
         variables; beside live variables, those that are not adapted, from the newest checkpoint.
 
         Raises:
-            CheckpointMisfitError: the newest undamaged checkpoint has other variables than the job. To begin with the
+            CheckpointMismatchError: the newest undamaged checkpoint has other variables than the job. To begin with the
                 initial values all the same, give another directory.
         """
         context = self.checkpoint.context
@@ -308,7 +308,7 @@ class CheckpointManager(StaysHere):
             for path in reversed(self.checkpoints):
                 try:
                     self.checkpoint.read(path)
-                except CheckpointMisfitError:
+                except CheckpointMismatchError:
                     raise  # it is valuable all the same, and new checkpoints would replace it
                 except CheckpointError as error:
                     logger.error("%s can't be restored: %s", path, error)

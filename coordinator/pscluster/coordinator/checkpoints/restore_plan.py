@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pscluster.coordinator.checkpoints.index import SavedVariable
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.core.geometry.moves import moves
 from pscluster.ps.handles.rows.table import EmbeddingTable
 from pscluster.ps.handles.variables.variable import Variable
@@ -29,13 +29,13 @@ def plan_variable(
 ) -> None:
     """Add to the servers' requests what their shards of a variable, as it is cut and placed now, read.
 
-    `named`: include the saved shards' updates under keys. CheckpointMisfitError if the shapes or types differ.
+    `named`: include the saved shards' updates under keys. CheckpointMismatchError if the shapes or types differ.
     """
     if isinstance(variable, EmbeddingTable) or saved.dim:
         _plan_table(variable, saved, path, requests, named=named)
         return
     if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
-        raise CheckpointMisfitError(
+        raise CheckpointMismatchError(
             f"variable {variable.name!r} is {variable.dtype.name}{list(variable.shape)}, but {saved.dtype}"
             f"{list(saved.shape)} in {path}"
         )
@@ -97,10 +97,10 @@ def _plan_table(
     dim = variable.dim if isinstance(variable, EmbeddingTable) else 0
     if saved.dim != dim:
         here, there = (f"a table with rows of {n} values" if n else "a variable" for n in (dim, saved.dim))
-        raise CheckpointMisfitError(f"{variable.name!r} is {here}, but {there} in {path}")
+        raise CheckpointMismatchError(f"{variable.name!r} is {here}, but {there} in {path}")
     if dim and not can_hold(variable.partition.shape[1], saved.shape[1], dim):
         here, there = (kind_of(width, dim) for width in (variable.partition.shape[1], saved.shape[1]))
-        raise CheckpointMisfitError(f"{variable.name!r} has ids that are {here}, but {there} in {path}")
+        raise CheckpointMismatchError(f"{variable.name!r} has ids that are {here}, but {there} in {path}")
     functions: dict[int, set[int]] = {}
     for same in itertools.chain.from_iterable(saved.named if named else ()):
         for function in same.function_keys:

@@ -15,7 +15,7 @@ import numpy as np
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import Index, SavedFile, SavedLayer, SavedTensor, read_index
 from pscluster.core.checks import type_of
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
+from pscluster.core.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, PsClusterError
 from pscluster.core.transport.frames import view
 from pscluster.ps.storage.files.tensor_files import CHUNK_BYTES, Array, join, read, tensor_to_write, write
 from pscluster.worker.features.layer import Layer, layer_of
@@ -82,7 +82,7 @@ def read_layers(path: str, index: Index, wanted: Iterable[Layer], *, partial: bo
     """Read the states of layers, by name.
 
     Raises:
-        CheckpointMisfitError: the checkpoint has no layer of such a name (unless `partial`), or another one.
+        CheckpointMismatchError: the checkpoint has no layer of such a name (unless `partial`), or another one.
         CheckpointError: it is damaged.
     """
     states: dict[str, Mapping[str, Array]] = {}
@@ -90,12 +90,12 @@ def read_layers(path: str, index: Index, wanted: Iterable[Layer], *, partial: bo
         if (saved := index.layers.get(layer.name)) is None:
             if partial:
                 continue
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"{path} has no layer {layer.name!r}: give partial=True to leave it as it is, or adapt it without"
             )
         own = type(layer).__name__, json.dumps(layer.get_config(), sort_keys=True)
         if own != (saved.kind, saved.config):
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"{path} has a layer {layer.name!r} that is a different one: {saved.kind} with {saved.config}; this "
                 f"job's is {own[0]} with {own[1]}"
             )

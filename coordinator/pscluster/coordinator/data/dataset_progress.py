@@ -26,7 +26,7 @@ from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.data.file_lists import FileList
 from pscluster.coordinator.job.progress import POSITIONS, load, save
 from pscluster.coordinator.waiting import result_of
-from pscluster.core.errors import CheckpointMisfitError, MisuseError
+from pscluster.core.errors import CheckpointMismatchError, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
@@ -169,7 +169,7 @@ class Position:
             self.unwritten.difference_update(keys)
 
     def at(self, state: Mapping[str, Any] | None) -> EpochCoverage:
-        """Return the coverage of a saved state, or the beginning. CheckpointMisfitError if it is another dataset's."""
+        """Return the coverage of a saved state, or the beginning. CheckpointMismatchError if it is of other data."""
         now = self._coverage
         return EpochCoverage(now.length, now.used, state, now.files)
 
@@ -185,8 +185,8 @@ def _naming(dataset: str) -> Iterator[None]:
     """Begin what is said of a saved position with the name of its dataset."""
     try:
         yield
-    except CheckpointMisfitError as error:
-        raise CheckpointMisfitError(f"dataset {dataset!r}: {error}") from None
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"dataset {dataset!r}: {error}") from None
 
 
 class Endings(Protocol):
@@ -234,7 +234,7 @@ class DatasetProgress:
 
     def enter(self, owner: object, name: str, length: int, used: int, files: FileList | None) -> Position:
         """Return the position of a dataset that is iterated over for the first time. MisuseError if its name is in use,
-        CheckpointMisfitError if what was saved under it is of a dataset of another length, or of other files."""
+        CheckpointMismatchError if what was saved under it is of a dataset of another length, or of other files."""
         # Not under the lock: it queries a server.
         saved = load(self._client, POSITIONS) if self._unclaimed is None else None
         with self._lock:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.coordinator.data.file_lists import FileList
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.core.numbers.intervals import IntervalSet
 
 
@@ -90,18 +90,18 @@ class EpochCoverage:
         return state if self.files is None else {**state, "files": self.files.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. CheckpointMisfitError, with nothing changed, if it is not this dataset's."""
+        """Continue from a saved state. CheckpointMismatchError, with nothing changed, if it is not this dataset's."""
         try:
             epoch, length = int(state["epoch"]), state["length"]
             visited = [(int(key), *interval) for key, intervals in state["visited"].items() for interval in intervals]
             if not all(type(start) is type(stop) is int and start >= 0 for _, start, stop in visited):
                 raise ValueError("these are not intervals")
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointMisfitError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
+            raise CheckpointMismatchError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
         if self.files is not None and "files" in state:
             self.files.check(state["files"])
         if length != self.length:
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"the saved position is of a dataset with {length} examples, and this one has "
                 f"{self.length:,}: give it another name to start at its beginning"
             )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.worker.data.sources import Listed
 
 MOST = 1000  # files that are saved by name; of more only a digest, since positions are written every few seconds
@@ -30,11 +30,11 @@ class FileList:
         return list(map(list, files)) if len(files) <= MOST else hashlib.sha256(repr(files).encode()).hexdigest()
 
     def check(self, saved: Any) -> None:
-        """Raise CheckpointMisfitError, which names files, if a saved state is of others."""
+        """Raise CheckpointMismatchError, which names files, if a saved state is of others."""
         if saved == self.state():
             return
         hint = "restore the files as they were, or give the dataset another name to start at its beginning"
-        raise CheckpointMisfitError(f"the saved position is of other files: {self._differences(saved)}; {hint}")
+        raise CheckpointMismatchError(f"the saved position is of other files: {self._differences(saved)}; {hint}")
 
     def _differences(self, saved: Any) -> str:
         try:

@@ -23,7 +23,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
             "CheckpointError",
         ),
         *("MemberUnavailableError", "MemberTimeoutError"),
-        *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
+        *("CheckpointMismatchError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),
         *("MeshError", "LayoutError", "ShardedGatherError", "UnsupportedFunctionError", "PackError", "TensorLostError"),
     ),

@@ -41,7 +41,7 @@ class Rows:
 
         Raises:
             MisuseError: there are no rows.
-            CheckpointMisfitError: the position is one of another dataset.
+            CheckpointMismatchError: the position is one of another dataset.
         """
         if length < 1:
             raise MisuseError("a dataset without rows can't be handed out: give one with rows, or none")

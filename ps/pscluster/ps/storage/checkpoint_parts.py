@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import CheckpointMisfitError, StaleError, UnavailableError
+from pscluster.core.errors import CheckpointMismatchError, StaleError, UnavailableError
 from pscluster.core.geometry.moves import common_rows
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import Ids
@@ -210,7 +210,7 @@ class CheckpointParts:
         held = {variable.spec.id: variable for variable in store.held()[0]}
         for item in shards:
             if item.variable not in held or item.shard not in held[item.variable].shards:
-                raise CheckpointMisfitError(
+                raise CheckpointMismatchError(
                     f"shard {item.shard} of variable number {item.variable} does not live on ps {store.index}"
                 )
             shard = held[item.variable].shards[item.shard]
@@ -230,7 +230,7 @@ class CheckpointParts:
                     target = source, arrays[key], (held[item.variable], item.shard)
                     wanted.setdefault((source.tensor.file, source.tensor.tensor), []).append(target)
             if "value" not in arrays:
-                raise CheckpointMisfitError(f"no values for shard {item.shard} of {held[item.variable].spec.name!r}")
+                raise CheckpointMismatchError(f"no values for shard {item.shard} of {held[item.variable].spec.name!r}")
             _check_slots(store, held[item.variable], arrays)
             if is_table:
                 of_tables.append((held[item.variable], item.shard, arrays, sources))
@@ -340,28 +340,28 @@ def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: s
     optimizer_id, _, slot = rest.partition("/")
     slots = new_slots(store.directory.optimizer(int(optimizer_id)).rule, shape, held.dtype)
     if slot not in slots:
-        raise CheckpointMisfitError(
+        raise CheckpointMismatchError(
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
         )
     return slots[slot]
 
 
 def _fill(store: Store, key: str) -> float:
-    """Return what a slot holds before the first gradient. CheckpointMisfitError if its optimizer has no such slot."""
+    """Return what a slot holds before the first gradient. CheckpointMismatchError if its optimizer has no such slot."""
     _, optimizer, slot = key.split("/", 2)
     fills = store.directory.optimizer(int(optimizer)).rule.slots
     if slot not in fills:
-        raise CheckpointMisfitError(f"the checkpoint has a slot {slot!r} that its optimizer does not keep")
+        raise CheckpointMismatchError(f"the checkpoint has a slot {slot!r} that its optimizer does not keep")
     return fills[slot]
 
 
 def _check_slots(store: Store, held: HeldVariable, arrays: Mapping[str, Array]) -> None:
-    """Raise CheckpointMisfitError if only some of an optimizer's slots were saved."""
+    """Raise CheckpointMismatchError if only some of an optimizer's slots were saved."""
     for optimizer in {key.split("/")[1] for key in arrays if key.startswith("slot/")}:
         known = store.directory.optimizer(int(optimizer))
         for slot in known.rule.slots:
             if f"slot/{optimizer}/{slot}" not in arrays:
-                raise CheckpointMisfitError(
+                raise CheckpointMismatchError(
                     f"the checkpoint lacks the slot {slot!r} of {held.spec.name!r} that optimizer "
                     f"{known.spec.name!r} keeps: give it another name to begin with new slots"
                 )
@@ -381,7 +381,7 @@ def _read_into(wanted: _Wanted, where: Callable[[str], str]) -> None:
                 columns = _box(source.to, source.count)
                 target[(new_rows, *columns)] = values[(old_rows, *_box(start, source.count))]
             except (ValueError, IndexError, OverflowError) as error:
-                raise CheckpointMisfitError(f"{tensor} does not fit into its variable: {error}") from None
+                raise CheckpointMismatchError(f"{tensor} does not fit into its variable: {error}") from None
 
 
 def _rows_in_common(saved: ps_pb2.SavedRows, partition: Partition, shard: int, rows: int) -> tuple[Ids, Ids]:

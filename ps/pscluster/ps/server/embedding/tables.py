@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 
-from pscluster.core.errors import CheckpointMisfitError
+from pscluster.core.errors import CheckpointMismatchError
 from pscluster.ps.optim import kernels
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.row_ids import USE_COLUMNS, RowIds, can_hold
@@ -89,7 +89,7 @@ def restore_rows(
     sources: Mapping[str, Sequence[ps_pb2.RestoreSource]],
     read: Callable[[ps_pb2.SavedTensor], Array],
 ) -> None:
-    """Give new arrays of a shard those saved rows whose ids are its own. CheckpointMisfitError if it can't.
+    """Give new arrays of a shard those saved rows whose ids are its own. CheckpointMismatchError if it can't.
 
     Args:
         spec: of the table.
@@ -109,7 +109,7 @@ def restore_rows(
         places = slice(count, count + len(chosen))
         count = places.stop
         if count > limit:
-            raise CheckpointMisfitError(
+            raise CheckpointMismatchError(
                 f"shard {shard} of table {spec.name!r} has room for {limit:,} rows, and the checkpoint has more: give "
                 "the table a larger capacity"
             )
@@ -131,7 +131,7 @@ def restore_rows(
 def _saved_beside(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
     """Return a saved slot or average."""
     if array.ndim != 2 or array.dtype != np.float32 or array.shape[1] != spec.table.dim:
-        raise CheckpointMisfitError(f"{array.dtype}{list(array.shape)} are no slots of table {spec.name!r}")
+        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are no slots of table {spec.name!r}")
     return cast(Rows, array)
 
 
@@ -139,7 +139,7 @@ def _saved_rows(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
     """Return saved rows as wide as the table's: ids that are strings may have had less room."""
     dim, width = spec.table.dim, spec.shape[1]
     if array.ndim != 2 or array.dtype != np.float32 or not can_hold(width, array.shape[1], dim):
-        raise CheckpointMisfitError(f"{array.dtype}{list(array.shape)} are no rows of table {spec.name!r}")
+        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are no rows of table {spec.name!r}")
     saved = cast(Rows, array)
     if saved.shape[1] == width:
         return saved
