@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pscluster.coordinator.moves.balance import PlacedShard
-from pscluster.coordinator.moves.plan import TOLERANCE, Plan, VariableUse, make_plan, measured, misfit
+from pscluster.coordinator.moves.plan import TOLERANCE, Plan, VariableUse, make_plan, measured, why_outdated
 from pscluster.v1 import node_pb2
 
 
@@ -97,11 +97,14 @@ def test_why_a_plan_does_not_fit() -> None:
     plan = plan_of([[3.0, 3.0], []])
     (move,) = plan.moves
     here = {("t", 0): 0, ("t", 1): 0}
-    assert misfit(plan, here, 2) is None
-    assert misfit(plan, {("u", 0): 0}, 2) == "variable 't' was deleted"
-    assert misfit(plan, {("t", 7): 0}, 2) == f"variable 't' has no shard {move.shard} any more"
-    assert misfit(plan, {**here, ("t", move.shard): 1}, 2) == f"shard {move.shard} of 't' is now on ps 1, not on ps 0"
-    assert misfit(plan, here, 1) == f"ps 1, to which shard {move.shard} of 't' was to move, was removed"
+    assert why_outdated(plan, here, 2) is None
+    assert why_outdated(plan, {("u", 0): 0}, 2) == "variable 't' was deleted"
+    assert why_outdated(plan, {("t", 7): 0}, 2) == f"variable 't' has no shard {move.shard} any more"
+    assert (
+        why_outdated(plan, {**here, ("t", move.shard): 1}, 2)
+        == f"shard {move.shard} of 't' is now on ps 1, not on ps 0"
+    )
+    assert why_outdated(plan, here, 1) == f"ps 1, to which shard {move.shard} of 't' was to move, was removed"
 
 
 def test_loads_are_those_that_servers_report() -> None:

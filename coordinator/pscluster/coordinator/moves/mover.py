@@ -15,7 +15,7 @@ from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
-from pscluster.coordinator.moves.plan import Measure, Plan, VariableUse, make_plan, measured, misfit
+from pscluster.coordinator.moves.plan import Measure, Plan, VariableUse, make_plan, measured, why_outdated
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
@@ -156,7 +156,7 @@ class ShardMover:
     def check(self, plan: Plan) -> None:
         """Raise MisuseError if a plan no longer fits."""
         places = {(shard.variable, shard.shard): shard.server for shard in self.shards()}
-        if (why := misfit(plan, places, self._context.client.num_servers)) is not None:
+        if (why := why_outdated(plan, places, self._context.client.num_servers)) is not None:
             raise MisuseError(f"the plan no longer fits: {why}; nothing was moved: make a new one")
 
     def loads(self, by: Measure) -> tuple[list[PlacedShard], dict[str, VariableUse]]:

@@ -143,7 +143,7 @@ def measured(replies: Iterable[node_pb2.StatusReply], by: Measure) -> tuple[list
     return list(shards.values()), uses
 
 
-def misfit(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) -> str | None:
+def why_outdated(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) -> str | None:
     """Return why a plan does not fit these shards, by variable and index, and this many servers; None if it does."""
     variables = {variable for variable, _ in places}
     for move in plan.moves:

@@ -142,7 +142,7 @@ class Answers:
     def _progressed(self, index: int, message: worker_pb2.Question) -> None:
         """Note that a member of a gang has committed steps, if it still matters. Under the dispatcher's lock."""
         worker = self._scheduler.workers[index]
-        task = worker.sent.get(message.function) or worker.strays.get(message.function)  # cancelled since
+        task = worker.sent.get(message.function) or worker.lingering.get(message.function)  # cancelled since
         if task is None or task.position != message.position or not self._scheduler.gangs.progressed(task):
             return
         gang = task.gang

@@ -176,7 +176,7 @@ class Dispatcher:
             if (peer.address, boot_id) != (handle.peer.address, handle.boot_id):
                 self._note(peer, "has registered")
             if handle.up and handle.connection is not None and handle.connection.boot_id != boot_id:
-                handle.doom("another process has registered as this task")
+                handle.abandon("another process has registered as this task")
             handle.move(peer, boot_id)
             return
         self._note(peer, "has joined the cluster")

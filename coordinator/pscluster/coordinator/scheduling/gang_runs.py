@@ -56,7 +56,7 @@ class GangRuns:
             for task in left_behind:
                 task.payload.applied = True  # perhaps
             if left_behind:
-                self._overtime.stop_strays(left_behind)
+                self._overtime.stop_lingering(left_behind)
             for gang in ended:
                 self._finish(gang)
             if all(gang.error is None for gang in ended):
@@ -99,7 +99,7 @@ class GangRuns:
         for task in left_behind:
             task.payload.applied = True  # perhaps
         if left_behind:
-            self._overtime.stop_strays(left_behind)
+            self._overtime.stop_lingering(left_behind)
         self.settle()
 
     def _place(self) -> None:

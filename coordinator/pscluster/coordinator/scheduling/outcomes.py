@@ -77,7 +77,7 @@ class Outcomes:
                 elif kind == Outcome.RETURNED:
                     returned.append(task_id)
                 elif (sent := scheduler.workers[index].sent.get(task_id)) is None:
-                    scheduler.stray_ended(index, task_id)
+                    scheduler.lingering_ended(index, task_id)
                 elif self._ended_badly(index, sent, outcome, begin):
                     again.append(task_id)
             if returned:

@@ -49,7 +49,7 @@ class Overtime:
         if late is Late.STOP:
             self._state.recall(index, [task])
         elif late is Late.GIVE_UP:
-            handle.doom("it runs a function that does not stop after its timeout")
+            handle.abandon("it runs a function that does not stop after its timeout")
         else:
             task.payload.applied = True  # perhaps: it is still running
             self._state.metrics.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
@@ -58,10 +58,10 @@ class Overtime:
             if scheduler.error is not before:
                 self._state.recall_all()
             self._state.changed.notify_all()
-            self.stop_strays([task])
+            self.stop_lingering([task])
             self._state.settle_gangs()
 
-    def stop_strays(self, tasks: Iterable[Task[Call]], kill_after: float | None = None) -> None:
+    def stop_lingering(self, tasks: Iterable[Task[Call]], kill_after: float | None = None) -> None:
         """Shut out, and ask to stop, attempts of these tasks, which have ended. Under the lock, from any thread.
 
         Tasks that wait for them on their workers are recalled. The process of a worker that still runs one after
@@ -70,11 +70,11 @@ class Overtime:
         state, ended = self._state, set(tasks)
         state.on_loop(lambda: state.in_background(self._shut_out(ended)))
         for index, handle in enumerate(state.workers):
-            strays = [task for task in self._scheduler.workers[index].strays.values() if task in ended]
-            if strays:
-                state.recall(index, strays)
+            lingering = [task for task in self._scheduler.workers[index].lingering.values() if task in ended]
+            if lingering:
+                state.recall(index, lingering)
                 state.recall(index, cancel_running=False)
-            for task in strays if kill_after is not None else ():
+            for task in lingering if kill_after is not None else ():
                 state.on_loop(state.loop.call_later, kill_after, self._end_process_of, index, handle.connection, task)
 
     async def _shut_out(self, tasks: Collection[Task[Call]]) -> None:
@@ -95,7 +95,7 @@ class Overtime:
         """End a worker's process if it still runs a task that has had its time to stop. On the loop's thread."""
         handle = self._state.workers[index]
         with self._state.lock:
-            runs = self._scheduler.workers[index].strays.get(task.id) is task and handle.connection is connection
+            runs = self._scheduler.workers[index].lingering.get(task.id) is task and handle.connection is connection
         if runs and connection is not None:
             logger.warning("%s is still running on %s; ending its process", task.payload.function.name, handle.peer)
             work = connection.recall([task.id], [task.position], cancel_running=True, end_process=True)

@@ -113,8 +113,8 @@ class QueueStatus:
             for handle, worker in zip(self._state.workers, scheduler.workers, strict=True):
                 if worker.gone is not None:
                     continue
-                # Strays keep it busy as well.
-                first = next(itertools.chain(worker.strays.values(), worker.sent.values()), None)
+                # Those that linger keep it busy as well.
+                first = next(itertools.chain(worker.lingering.values(), worker.sent.values()), None)
                 workers.append(
                     WorkerStats(
                         handle.peer,
@@ -122,7 +122,7 @@ class QueueStatus:
                         handle.why,
                         0 if handle.connection is None else handle.connection.incarnation,
                         handle.restarts,
-                        len(worker.strays) + len(worker.sent),
+                        len(worker.lingering) + len(worker.sent),
                         "" if first is None else first.payload.function.name,
                         now - handle.heard if handle.heard else 0.0,
                         handle.outcomes,
@@ -155,7 +155,7 @@ class QueueStatus:
                     others = f", {len(tasks) - 1} more after it" if len(tasks) > 1 else ""
                     name = tasks[0].payload.function.name
                     lines.append(f"{handle.peer}: {name}{others}; no message for {now - handle.heard:.0f} s")
-                for task in self._scheduler.workers[index].strays.values():
+                for task in self._scheduler.workers[index].lingering.values():
                     name = task.payload.function.name
                     lines.append(
                         f"{handle.peer}: {name} has ended but is still running there; nothing else runs until it stops"

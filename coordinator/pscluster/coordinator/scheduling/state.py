@@ -82,18 +82,18 @@ class WorkerHandle:
     heard: float = 0.0  # when a task was last sent to it, or an outcome came
     sent: int = 0  # the last position on its stream for which anything was sent
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # servers have, and it may not know
-    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up, see `why_doomed`
-    why_doomed: str = ""
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up, see `why_abandoned`
+    why_abandoned: str = ""
     why: str = "not connected yet"  # it is not up
     transport: Transport = field(init=False)
 
     def __post_init__(self) -> None:
         self.transport = Transport(self.peer)
 
-    def doom(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """Give it up. On the loop's thread."""
-        self.why_doomed = why
-        self.doomed.set()
+        self.why_abandoned = why
+        self.abandoned.set()
 
     def move(self, peer: PeerAddress, boot_id: int) -> None:
         """Take the place at which another process has registered as this task. On the loop's thread."""

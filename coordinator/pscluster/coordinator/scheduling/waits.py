@@ -181,7 +181,7 @@ class Waits:
     def cancel(self, values: Iterable[RemoteValue] | None, kill_after: float | None) -> int:
         """Cancel the functions of these values (None: all), and those that wait for their results; return how many.
 
-        `kill_after` (see `Overtime.stop_strays`) applies to attempts left behind earlier as well.
+        `kill_after` (see `Overtime.stop_lingering`) applies to attempts left behind earlier as well.
         """
         wanted = None if values is None else set(map(id, values))
 
@@ -189,7 +189,7 @@ class Waits:
             return wanted is None or id(task.payload.result()) in wanted
 
         with self._state.lock:
-            ended = list(filter(is_meant, self._scheduler.strays))
+            ended = list(filter(is_meant, self._scheduler.lingering))
             cancelled, left = self._scheduler.cancel(with_dependents(filter(is_meant, self._scheduler.tasks())))
             for task in left:
                 task.payload.applied = True  # perhaps
@@ -199,5 +199,5 @@ class Waits:
             self._state.settle_gangs()
             self._state.changed.notify_all()
             if left or (ended and kill_after is not None):
-                self._overtime.stop_strays([*left, *ended], kill_after)
+                self._overtime.stop_lingering([*left, *ended], kill_after)
         return len(cancelled)

@@ -166,7 +166,7 @@ class WorkerLink:
         connection.resharded = self._state.resharded
         handle.connection, handle.known, handle.built = connection, {}, set()
         handle.sent = 0
-        handle.doomed.clear()
+        handle.abandoned.clear()
         handle.moved.clear()  # what has moved before is in the request
         try:
             await connection.attach(self._state.attach)
@@ -192,13 +192,13 @@ class WorkerLink:
         writer = asyncio.create_task(self._write(connection))
         watcher = asyncio.create_task(connection.leaving())
         heart = asyncio.create_task(connection.until_silent(self._state.worker_lease))
-        doom = asyncio.create_task(handle.doomed.wait())
+        abandoned = asyncio.create_task(handle.abandoned.wait())
         try:
-            await asyncio.wait((reader, writer, watcher, heart, doom), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, watcher, heart, abandoned), return_when=asyncio.FIRST_COMPLETED)
             if heart.done():
                 raise UnavailableError(heart.result())
-            if doom.done():
-                raise UnavailableError(handle.why_doomed)
+            if abandoned.done():
+                raise UnavailableError(handle.why_abandoned)
             if reader.done() and not watcher.done():  # if it left, the notice follows at once
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done() and watcher.result():
@@ -225,7 +225,7 @@ class WorkerLink:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            await end_tasks((writer, watcher, heart, doom))
+            await end_tasks((writer, watcher, heart, abandoned))
 
     async def _give_up(self, incarnation: int) -> None:
         """Close a lost worker's incarnation on every server, then queue its tasks again."""
@@ -311,7 +311,7 @@ class WorkerLink:
                 add_step(request, task, task.attempts, self._state.term, self._state.placements)
                 continue
             with self._state.lock:
-                self._scheduler.stray_ended(self._index, task.id)
+                self._scheduler.lingering_ended(self._index, task.id)
             request.steps.add()  # recalled or cancelled: the worker will skip its position
         return request
 

@@ -58,7 +58,7 @@ class RunFolder(SavedRun):
                 with contextlib.suppress(FileNotFoundError):
                     self._run = self._read_json("run.json")
                 self._reports = self._read_reports()
-                self._remove_strays()
+                self._remove_leftovers()
                 began = self._run.get("began", _now())
                 starts = self._run.get("starts", 0) + 1
                 self._run = {
@@ -75,7 +75,7 @@ class RunFolder(SavedRun):
                 self._write_lines()
             yield self
 
-    def _remove_strays(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what no report names: parts of checkpoints that were not committed, or are not kept any more."""
         self._keep_only("checkpoints", {f"{saved.number:06d}" for saved in self.checkpoints()})
 

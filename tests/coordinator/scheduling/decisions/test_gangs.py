@@ -208,7 +208,7 @@ def test_a_death_ends_the_others_and_all_run_again_once_they_are_shut_out() -> N
     assert gang.deaths == 1
     scheduler.worker_up(1)
     for index in range(WORKERS):
-        scheduler.stray_ended(index, first[index].id)
+        scheduler.lingering_ended(index, first[index].id)
         scheduler.take(index)
     placed(scheduler, gang)
     assert gang.generation == 2
@@ -306,8 +306,8 @@ def die(scheduler: Scheduler[str], gang: Gang[str], index: int) -> Loss | None:
     scheduler.settle_gangs()
     scheduler.worker_up(index)
     for at in range(WORKERS):
-        for other in list(scheduler.workers[at].strays):
-            scheduler.stray_ended(at, other)
+        for other in list(scheduler.workers[at].lingering):
+            scheduler.lingering_ended(at, other)
         scheduler.take(at)
     return loss
 
@@ -380,7 +380,7 @@ def test_a_retry_is_one_of_all() -> None:
         assert not ended
         scheduler.shut_out(left_behind)
         assert scheduler.settle_gangs() == ([], [gang] if generation == 2 else [])
-        scheduler.stray_ended(1, other.id)
+        scheduler.lingering_ended(1, other.id)
         for index in (0, 1):
             scheduler.take(index)
     assert gang.state is GangState.FAILED
@@ -399,8 +399,8 @@ def fails(scheduler: Scheduler[str], gang: Gang[str]) -> bool:
     scheduler.shut_out(left_behind)
     scheduler.settle_gangs()
     for index, worker in enumerate(scheduler.workers):
-        for task_id in list(worker.strays):
-            scheduler.stray_ended(index, task_id)
+        for task_id in list(worker.lingering):
+            scheduler.lingering_ended(index, task_id)
         scheduler.take(index)
     return again
 
@@ -463,7 +463,7 @@ def test_a_barrier_waits_for_a_gang_that_has_begun_and_holds_back_others() -> No
     left_behind, _ = scheduler.settle_gangs()
     scheduler.decide_loss(0, gang.members[0])
     scheduler.requeue(0)
-    scheduler.stray_ended(1, gang.members[1].id)
+    scheduler.lingering_ended(1, gang.members[1].id)
     scheduler.shut_out(left_behind)
     scheduler.settle_gangs()
     assert not scheduler.take_barrier(owner), "half of the gang's updates may have been applied"
@@ -503,7 +503,7 @@ def test_it_fails_when_a_worker_left_that_ran_it() -> None:
     (left_behind, ended) = scheduler.settle_gangs()
     assert ended == []
     scheduler.shut_out(left_behind)
-    scheduler.stray_ended(0, gang.members[0].id)
+    scheduler.lingering_ended(0, gang.members[0].id)
     scheduler.requeue(1)
     why = RuntimeError("it has left")
     scheduler.worker_left(1, why)
@@ -541,7 +541,7 @@ def test_others_run_the_members_of_a_worker_that_is_lost_until_it_is_back() -> N
     assert (set(left_behind), ended) == (set(gang.members), [])
     scheduler.shut_out(left_behind)
     for task in left_behind:
-        scheduler.stray_ended(gang.placed[gang.rank_of(task)], task.id)
+        scheduler.lingering_ended(gang.placed[gang.rank_of(task)], task.id)
     scheduler.settle_gangs()
     for index in range(WORKERS):
         scheduler.take(index)
@@ -634,7 +634,7 @@ def test_who_is_left_behind_is_as_good_as_lost_until_its_member_has_ended() -> N
     assert second.placed == [0, 0, 2]
     for index in (0, 2):
         scheduler.take(index)
-    scheduler.stray_ended(1, late.id)
+    scheduler.lingering_ended(1, late.id)
     left_behind, _ = scheduler.settle_gangs()
     assert set(left_behind) == set(second.members), "its replica moves back"
 
@@ -767,8 +767,8 @@ class GangMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, WORKERS - 1))
     def strays_end(self, index: int) -> None:
-        for task_id in list(self.scheduler.workers[index].strays):
-            self.scheduler.stray_ended(index, task_id)
+        for task_id in list(self.scheduler.workers[index].lingering):
+            self.scheduler.lingering_ended(index, task_id)
 
     @rule()
     def shut_out(self) -> None:

@@ -41,9 +41,9 @@ def check(scheduler: Scheduler[str]) -> None:
         assert worker.up or not worker.sent, "a worker that is down has nothing"
         assert all(task.state is State.SENT for task in worker.sent.values())
         assert all(task.state is State.ORPHANED for task in worker.orphaned)
-        assert worker.up or not worker.strays, "a lost worker delays nothing"
-        assert all(task.state in (State.FAILED, State.CANCELLED) for task in worker.strays.values())
-        assert not set(worker.strays) & set(worker.sent)
+        assert worker.up or not worker.lingering, "a lost worker delays nothing"
+        assert all(task.state in (State.FAILED, State.CANCELLED) for task in worker.lingering.values())
+        assert not set(worker.lingering) & set(worker.sent)
     assert all(task.state is State.QUEUED for task in (*scheduler._begun, *scheduler._queue))
     assert all(task.begun for task in scheduler._begun)
     assert not any(task.begun for task in scheduler._queue)
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.final = False
 
         self.withdrawn: set[Task[str]] = set()
-        self.strays: list[list[Task[str]]] = [[] for _ in range(WORKERS)]  # ended, and may still run
+        self.lingering: list[list[Task[str]]] = [[] for _ in range(WORKERS)]  # ended, and may still run
         self.shutting_out: set[Task[str]] = set()  # ended, and a server may still take an update
         self.now = 0.0
         self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
@@ -219,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queue = [task for task in self.queue if task not in chosen]
         self.blocked = [task for task in self.blocked if task not in chosen]
         for index in range(len(self.up)):
-            self.strays[index] += [task for task in self.sent[index] if task in chosen]
+            self.lingering[index] += [task for task in self.sent[index] if task in chosen]
             self.sent[index] = [task for task in self.sent[index] if task not in chosen]
             self.orphaned[index] = [task for task in self.orphaned[index] if task not in chosen]
         self.shutting_out.update(left)
@@ -234,16 +234,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers, data=st.data())
     def a_stray_ends(self, index: int, data: st.DataObject) -> None:
-        if not self.strays[index]:
+        if not self.lingering[index]:
             return
-        task = data.draw(st.sampled_from(self.strays[index]))
+        task = data.draw(st.sampled_from(self.lingering[index]))
         outcomes: list[Callable[[], object]] = [
-            lambda: self.scheduler.stray_ended(index, task.id),
+            lambda: self.scheduler.lingering_ended(index, task.id),
             lambda: self.scheduler.give_back(index, [task.id]),
         ]
         assert self.scheduler.finish(index, task.id, 1.0) is None
         assert not data.draw(st.sampled_from(outcomes))(), "it ended before"
-        self.strays[index].remove(task)
+        self.lingering[index].remove(task)
 
     def may_retry(self, task: Task[str], data_unread: bool = False) -> bool:
         """Return whether it has a retry left and is still wanted."""
@@ -261,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert late is None
             return
         task = sent[0]
-        if self.strays[index]:
+        if self.lingering[index]:
             self.front[index] = None
             assert late is None, "it waits for what still runs"
             return
@@ -285,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         error = TimeoutError(task.payload)
         cancelled = self.scheduler.fail(index, task, error, runs_on=True)
         self.sent[index].remove(task)
-        self.strays[index].append(task)
+        self.lingering[index].append(task)
         self.shutting_out.add(task)
         if self.error is not None or task in self.withdrawn:
             assert cancelled == [task]
@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.worker_joined() == len(self.up)
         for of_workers in (self.up, self.idle, self.leaving, self.recalled, self.gone):
             of_workers.append(False)
-        for tasks in (self.sent, self.orphaned, self.strays):
+        for tasks in (self.sent, self.orphaned, self.lingering):
             tasks.append([])
         self.front.append(None)
         self.asked.append(None)
@@ -352,8 +352,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window = self.scheduler.workers[index].window
         room, others_idle = window - len(self.sent[index]), 0
         if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
-            others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(len(self.up)))
-        may = not self.strays[index] and room > 0 and (not self.sent[index] or room >= window // 2)
+            others_idle = sum(self.up[i] and not self.sent[i] and not self.lingering[i] for i in range(len(self.up)))
+        may = not self.lingering[index] and room > 0 and (not self.sent[index] or room >= window // 2)
         gets = self.up[index] and not self.leaving[index]
         assert bool(batch) == (gets and may and len(queue) > others_idle)
         assert len(batch) <= max(room, 0)
@@ -418,11 +418,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers, data=st.data())
     def outcome_of_what_it_does_not_have(self, index: int, data: st.DataObject) -> None:
-        mine = self.sent[index] + self.strays[index]
+        mine = self.sent[index] + self.lingering[index]
         others = [task.id for task in self.all if task not in mine] + [len(self.all) + 1]
         task_id = data.draw(st.sampled_from(others))
         assert self.scheduler.finish(index, task_id, 1.0) is None
-        self.scheduler.stray_ended(index, task_id)
+        self.scheduler.lingering_ended(index, task_id)
         assert self.scheduler.give_back(index, [task_id]) == []
 
     @rule(index=workers, data=st.data())
@@ -457,7 +457,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.started[task] -= 1  # a worker runs its functions in order
         self.orphaned[index] += self.sent[index]
         self.begun.update(self.orphaned[index])
-        self.sent[index], self.strays[index] = [], []
+        self.sent[index], self.lingering[index] = [], []
         self.up[index] = self.idle[index] = False
 
     @rule(index=workers)
@@ -551,7 +551,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def has(self, index: int) -> bool:
         """Return whether the worker runs anything."""
-        return bool(self.sent[index] or self.strays[index])
+        return bool(self.sent[index] or self.lingering[index])
 
     # What always holds
 
@@ -574,7 +574,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert scheduler.idle == (len(self.ended) == len(self.all) and not self.shutting_out)
         assert scheduler.is_shutting_out == bool(self.shutting_out)
-        assert list(scheduler.strays) == [task for strays in self.strays for task in strays]
+        assert list(scheduler.lingering) == [task for of_worker in self.lingering for task in of_worker]
         assert [list(worker.sent.values()) for worker in scheduler.workers] == self.sent
         assert [worker.idle for worker in scheduler.workers] == self.idle
         assert all(worker.up and not worker.leaving for worker in scheduler.workers if worker.idle)

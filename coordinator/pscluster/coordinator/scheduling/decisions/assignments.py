@@ -54,9 +54,9 @@ class Assignments(TaskQueue[P]):
         return bool(self._unrefused)
 
     @property
-    def strays(self) -> Iterator[Task[P]]:
+    def lingering(self) -> Iterator[Task[P]]:
         """Return the ended tasks of which an attempt may still run."""
-        return itertools.chain.from_iterable(worker.strays.values() for worker in self.workers)
+        return itertools.chain.from_iterable(worker.lingering.values() for worker in self.workers)
 
     def tasks(self) -> Iterator[Task[P]]:
         """Yield all tasks that have not ended."""
@@ -167,9 +167,9 @@ class Assignments(TaskQueue[P]):
         """
         worker = self.workers[index]
         if worker.reserved:
-            return [] if worker.strays or not worker.up else list(worker.reserved)
+            return [] if worker.lingering or not worker.up else list(worker.reserved)
         queued = self.queued
-        if not queued or not worker.up or worker.leaving or worker.strays:
+        if not queued or not worker.up or worker.leaving or worker.lingering:
             return []
         window = worker.window
         count = min(window - len(worker.sent), queued)

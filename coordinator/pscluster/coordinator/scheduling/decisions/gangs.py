@@ -220,9 +220,11 @@ class Gangs(Generic[P]):
         worker = self._workers[index]
         if not worker.up or worker.leaving:
             return False
-        if not worker.strays:
+        if not worker.lingering:
             return True
-        return not any(task.gang is not None and task.gang.state is GangState.DONE for task in worker.strays.values())
+        return not any(
+            task.gang is not None and task.gang.state is GangState.DONE for task in worker.lingering.values()
+        )
 
     def holds(self, index: int) -> Gang[P] | None:
         """Return the gang that keeps later tasks from this worker, if one does."""
@@ -261,7 +263,7 @@ class Gangs(Generic[P]):
     def _runs_one_alone(self, index: int) -> bool:
         """Return whether a worker runs a gang of one, and nothing else is sent or reserved for it."""
         worker = self._workers[index]
-        if not worker.idle or worker.reserved or worker.strays or worker.stopping or len(worker.sent) != 1:
+        if not worker.idle or worker.reserved or worker.lingering or worker.stopping or len(worker.sent) != 1:
             return False
         (task,) = worker.sent.values()
         return task.gang is not None and task.gang.is_alone and not task.gang.is_over
@@ -337,14 +339,14 @@ class Gangs(Generic[P]):
                 gang.renew()
                 self.line.appendleft(gang)
         for gang in list(self.line):
-            if (why := self._why_hopeless(gang)) is not None:
+            if (why := self._why_never_placed(gang)) is not None:
                 self.line.remove(gang)
                 gang.error, gang.state = why, GangState.FAILED
                 self._over.append(gang)
         over, self._over = self._over, []
         return over
 
-    def _why_hopeless(self, gang: Gang[P]) -> Exception | None:
+    def _why_never_placed(self, gang: Gang[P]) -> Exception | None:
         """Return why a gang in line will never be placed; None if it may."""
         homes = set(gang.workers or ())
         gone = [why for at in sorted(homes) if (why := self._workers[at].gone) is not None]

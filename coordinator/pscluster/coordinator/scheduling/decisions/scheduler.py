@@ -26,7 +26,7 @@ A task is one scheduled function. Its states, and the events between them:
 A task that ends at once while it is sent or orphaned leaves an attempt behind:
 
     SHUTTING OUT --shut_out--> OVER   every server refuses its updates; until then it counts as executing
-    STRAY --its outcome comes, or its worker is lost--> GONE   until then its worker gets no other task
+    LINGERS --its outcome comes, or its worker is lost--> GONE   until then its worker gets no other task
 
 A task's running time is measured from when it was first seen to be the first of its worker's tasks (`late`). If it has
 a retry left it is asked to stop, and its worker is given up if it has not done so within STOP_SECONDS: no other attempt
@@ -141,10 +141,10 @@ class Scheduler(Assignments[P]):
             for task in reserved:
                 self._end(task, State.CANCELLED)
             cancelled += reserved
-            strays = {task.id: task for task in worker.sent.values() if task in chosen}
+            lingering = {task.id: task for task in worker.sent.values() if task in chosen}
             worker.sent = {task.id: task for task in worker.sent.values() if task not in chosen}
-            worker.strays |= strays
-            left_behind += [*strays.values(), *(task for task in worker.orphaned if task in chosen)]
+            worker.lingering |= lingering
+            left_behind += [*lingering.values(), *(task for task in worker.orphaned if task in chosen)]
             worker.orphaned = [task for task in worker.orphaned if task not in chosen]
         for task in left_behind:
             self._unrefused.add(task.id)
@@ -209,14 +209,14 @@ class Scheduler(Assignments[P]):
         return Ending.AGAIN
 
     def fail(self, index: int, task: Task[P], error: Exception, *, runs_on: bool = False) -> list[Task[P]]:
-        """End a worker's task with an error. With `runs_on` its attempt may still be running, and becomes a stray.
+        """End a worker's task with an error. With `runs_on` its attempt may still run, and lingers.
 
         Returns the tasks that are cancelled: the task itself, if it is cancelled by an earlier error or was withdrawn.
         """
         worker = self.workers[index]
         del worker.sent[task.id]
         if runs_on:
-            worker.strays[task.id] = task
+            worker.lingering[task.id] = task
             self._unrefused.add(task.id)
         if self.error is not None or task.withdrawn:
             self._end(task, State.CANCELLED)
@@ -226,8 +226,8 @@ class Scheduler(Assignments[P]):
     def give_back(self, index: int, task_ids: Iterable[int]) -> list[Task[P]]:
         """Put tasks that the worker will not run at the head of the queue; return those that are cancelled instead."""
         worker, task_ids = self.workers[index], list(task_ids)
-        for task_id in task_ids if worker.strays else ():
-            self.stray_ended(index, task_id)
+        for task_id in task_ids if worker.lingering else ():
+            self.lingering_ended(index, task_id)
         if worker.stopping in task_ids:  # its next attempt, perhaps here, may take as long again
             worker.stopping = 0
         tasks = [worker.sent.pop(task_id) for task_id in task_ids if task_id in worker.sent]
@@ -243,11 +243,11 @@ class Scheduler(Assignments[P]):
                 worker.sent[task_id].begun_on = index
         return self.give_back(index, task_ids)
 
-    def stray_ended(self, index: int, task_id: int) -> None:
+    def lingering_ended(self, index: int, task_id: int) -> None:
         """Note that a worker no longer runs a task that is not its any more, if it did, or that it was never sent."""
         worker = self.workers[index]
-        stray = worker.strays.pop(task_id, None)
-        if stray is not None and stray.gang is not None and worker.up and not worker.strays:
+        ended = worker.lingering.pop(task_id, None)
+        if ended is not None and ended.gang is not None and worker.up and not worker.lingering:
             self.gangs.rejoin(index)
 
     def shut_out(self, tasks: Iterable[Task[P]] | None = None) -> None:
@@ -265,7 +265,7 @@ class Scheduler(Assignments[P]):
         """
         worker = self.workers[index]
         worker.up = worker.idle = False
-        worker.strays.clear()
+        worker.lingering.clear()
         for task in worker.reserved:
             self._end(task, State.CANCELLED)
         worker.reserved = []
@@ -373,7 +373,7 @@ class Scheduler(Assignments[P]):
         task = next(iter(worker.sent.values()), None)
         if task is None or task.position > reached:
             return None
-        if worker.strays:  # it waits for them
+        if worker.lingering:  # it waits for them
             worker.front = (0, 0)
             return None
         if worker.front != (task.id, task.position):

@@ -123,7 +123,7 @@ class WorkerState(Generic[P]):
     reserved: list[Task[P]] = field(default_factory=list)  # the members of a gang that it gets next, all at once
     sent: dict[int, Task[P]] = field(default_factory=dict)  # by id, in the order of sending
     orphaned: list[Task[P]] = field(default_factory=list)
-    strays: dict[int, Task[P]] = field(default_factory=dict)  # ended, but may still run here
+    lingering: dict[int, Task[P]] = field(default_factory=dict)  # ended, but may still run here
     front: tuple[int, int] = (0, 0)  # id and position of its first task
     front_since: float = 0.0  # when that was first seen to be the first
     stopping: int = 0  # id of a task that ran too long and was asked to stop
@@ -135,12 +135,12 @@ class WorkerState(Generic[P]):
     @property
     def empty(self) -> bool:
         """Return whether it runs nothing, and nothing waits there."""
-        return not (self.sent or self.strays)
+        return not (self.sent or self.lingering)
 
     @property
     def free(self) -> bool:
         """Return whether it is certain to take a task: one that has tasks already may have no room."""
-        return self.idle and not (self.reserved or self.sent or self.strays)
+        return self.idle and not (self.reserved or self.sent or self.lingering)
 
     @property
     def window(self) -> int:
