@@ -292,7 +292,7 @@ class Round:
         with self.strategy.scope():
             first = Variable(np.zeros(3), name="temporary")
             if "kill" in self.fault:
-                self.strategy.client.delete_variable(first.name, first.id, patient=True)
+                self.strategy.client.delete_variable(first.name, first.id, retry=True)
             self.strategy.delete_variable(first)
             self.made_anew = Variable(np.ones(4), name="temporary")
         assert self.made_anew.numpy().tolist() == [1, 1, 1, 1]

@@ -251,7 +251,7 @@ def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
 def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
     """Roles wait as long as they were told; then the job is dropped, even by a server that was restored."""
     with Roles(make_cluster(ps=2), tmp_path, {"PSCLUSTER_COORDINATOR_TIMEOUT": "600"}) as roles:
-        patient = roles.ps(0)
+        waiting = roles.ps(0)
         restored = roles.ps(1)
         worker = roles.worker(0, "--until-done", "--coordinator-timeout", "0.5")
         first = roles.coordinator(IDLE, str(tmp_path / "never"))
@@ -259,7 +259,7 @@ def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
         first.send(signal.SIGKILL)
         ends_in_order(worker, "the job is over")
         worker.wait_for("no coordinator came back within 0.5 s: dropped the job's state")
-        patient.wait_for("is gone; keeping its state")
+        waiting.wait_for("is gone; keeping its state")
         restored.send(signal.SIGKILL)
         restored.wait()
         restored = roles.ps(1, "--coordinator-timeout", "0.5")
@@ -268,7 +268,7 @@ def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
         second = roles.coordinator(JOB)
         second.wait_for(DONE)
         assert second.wait() == 0
-        assert "came back within" not in patient.output
+        assert "came back within" not in waiting.output
 
 
 def test_coordinator_that_comes_back_in_time(tmp_path: Path) -> None:

@@ -739,11 +739,13 @@ def test_only_within_a_machine_little_lies_between(address: str, within: bool) -
             assert how_it_sends(tuned(plain, 50_000)) == ((100_000, _LOOPBACK_CONGESTION) if within else before)
 
 
-def test_a_patient_caller_waits_for_room() -> None:
+def test_a_caller_may_wait_for_room() -> None:
     """The kernel gives up a peer that acknowledges nothing; with this limit it also gives up one that has no room."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        for patient, limit in ((False, 20_000), (True, 0)):
-            with tuned(socket.create_connection(listening.getsockname(), TIMEOUT), patient=patient) as connected:
+        for wait_for_room, limit in ((False, 20_000), (True, 0)):
+            with tuned(
+                socket.create_connection(listening.getsockname(), TIMEOUT), wait_for_room=wait_for_room
+            ) as connected:
                 assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == limit
 
 

@@ -262,10 +262,10 @@ def _find_live(client: PsClient) -> LiveJob:
     """Find what the job has, and delete what a coordinator that died has left half made."""
     live, remains = LiveJob.of(client.directory())
     for evaluation in {spec.evaluation for spec in remains} - {0}:
-        client.delete_copies(evaluation, patient=True)
+        client.delete_copies(evaluation, retry=True)
     for spec in remains:
         if not spec.evaluation:
-            client.delete_variable(spec.name, spec.id, patient=True)
+            client.delete_variable(spec.name, spec.id, retry=True)
     logger.info("resuming a job with %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
     return live
 

@@ -163,7 +163,7 @@ class Joining:
         if self._join.task.isdecimal() and (known or self._joiner.role == "ps"):
             self._serve_as(int(self._join.task), self._address)
         try:
-            self._serve(self._register(patient=False))
+            self._serve(self._register(retry_refusals=False))
         except tenacity.RetryError as given_up:
             if not self._is_attached() and not self._stop.event.is_set():
                 self.close()
@@ -187,8 +187,8 @@ class Joining:
 
     # Registering
 
-    def _register(self, *, patient: bool) -> coordinator_pb2.RegisterReply:
-        """Register, however long the coordinator is unreachable. Raise its refusal unless `patient`.
+    def _register(self, *, retry_refusals: bool) -> coordinator_pb2.RegisterReply:
+        """Register, however long the coordinator is unreachable. Raise its refusal unless `retry_refusals`.
 
         Raise tenacity.RetryError if this process is to stop, or a coordinator has attached meanwhile, or the task stays
         taken for --connect-timeout seconds.
@@ -203,16 +203,16 @@ class Joining:
                 busy = isinstance(error, BusyError)
                 if busy and self._serving is not None and time.monotonic() - began < AWAIT_SECONDS:
                     raise  # a coordinator that lists this worker may be about to attach
-                if patient or isinstance(error, BusyError | UnavailableError):
+                if retry_refusals or isinstance(error, BusyError | UnavailableError):
                     self._say(error)
                 raise
             return reply
 
         def over() -> bool:
             late = time.monotonic() - began >= self._options.connect_timeout
-            return self._stop.event.is_set() or self._is_attached() or (busy and late and not patient)
+            return self._stop.event.is_set() or self._is_attached() or (busy and late and not retry_refusals)
 
-        also = PsClusterError if patient else BusyError
+        also = PsClusterError if retry_refusals else BusyError
         retrying = tenacity.Retrying(**until(also, over=over), sleep=tenacity.sleep_using_event(self._stop.event))
         return retrying(once)
 
@@ -295,7 +295,7 @@ class Joining:
             try:
                 if not self._is_lost():
                     continue
-                self._serve(self._register(patient=True))
+                self._serve(self._register(retry_refusals=True))
             except tenacity.RetryError:  # it stops, or a coordinator has attached
                 continue
             except PsClusterError as error:

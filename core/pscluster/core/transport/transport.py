@@ -19,7 +19,7 @@ class Transport(DataPort):
 
     `say_hello` shakes hands with the role, and gives the reply to `learn`: called now and then to find out where its
     data plane is. None if the owner does so by itself. `send_bytes` is the size of the send buffers of its connections
-    within a machine, if not the usual one. If `patient`, a call may wait for room for any time.
+    within a machine, if not the usual one. If `wait_for_room`, a call may wait for room for any time.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Transport(DataPort):
         say_hello: Callable[[], object] | None = None,
         *,
         send_bytes: int | None = None,
-        patient: bool = False,
+        wait_for_room: bool = False,
     ) -> None:
-        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name, send_bytes, patient=patient)
+        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name, send_bytes, wait_for_room=wait_for_room)
         self._say_hello = say_hello
 
     def _ask(self) -> None:

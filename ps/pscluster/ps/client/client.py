@@ -234,8 +234,8 @@ class PsClient:
             request = ps_pb2.CheckpointRequest(
                 job=self.job, action=action, id=checkpoint_id, directory=directory, file=file
             )
-            patient = action != ps_pb2.CheckpointRequest.DROP
-            reply: ps_pb2.CheckpointReply = self._ask(index, "checkpoint", request, timeout, patient=patient)
+            retry = action != ps_pb2.CheckpointRequest.DROP
+            reply: ps_pb2.CheckpointReply = self._ask(index, "checkpoint", request, timeout, retry=retry)
             return reply
 
         return self._on_all(ask)
@@ -246,21 +246,21 @@ class PsClient:
         work = []
         for index, request in requests.items():
             request.job = self.job
-            work.append(functools.partial(self._ask, index, "restore", request, timeout, patient=not request.drop))
+            work.append(functools.partial(self._ask, index, "restore", request, timeout, retry=not request.drop))
         self.exchanges.on_each(work)
 
     def _on_all(self, work: Callable[[int], _T]) -> list[_T]:
         return self.exchanges.on_each(functools.partial(work, index) for index in range(self.num_servers))
 
-    def _ask(self, index: int, method: str, request: Any, timeout: float, *, patient: bool) -> Any:
+    def _ask(self, index: int, method: str, request: Any, timeout: float, *, retry: bool) -> Any:
         self.exchanges.check_open()
         server = self._servers[index]
-        if patient:  # on the same channel, which may wait to dial again long after the server is back
+        if retry:  # on the same channel, which may wait to dial again long after the server is back
             self._describe(server, ps_pb2.DescribeRequest(job=self.job), "bulk")
         try:
             if method == "restore" and request.ByteSize() > CHUNK_BYTES // 2:  # too large for a message
                 data = request.SerializeToString()
-                return self.exchanges.push(index, ps_pb2.Request(restore=True), [data], timeout, patient=False)
+                return self.exchanges.push(index, ps_pb2.Request(restore=True), [data], timeout, retry=False)
             return server.ask("bulk", method, request, timeout)
         except grpc.RpcError as error:
             raise from_rpc(error, str(server.peer)) from None
@@ -310,13 +310,13 @@ class PsClient:
         self._create(index, f"the function for the initial value of {spec.name!r}", forms, timeout)
 
     def _create(
-        self, index: int, description: str, forms: Sequence[_Form], timeout: float, *, patient: bool = True
+        self, index: int, description: str, forms: Sequence[_Form], timeout: float, *, retry: bool = True
     ) -> None:
         """Send a server the first of these requests whose function it can load. MisuseError if there is none."""
         why = ""
         for create, bulk in forms:
             request, buffers = ps_pb2.Request(create=create), [bulk] if bulk else []
-            why = self.exchanges.push(index, request, buffers, timeout, patient=patient).create.unresolved
+            why = self.exchanges.push(index, request, buffers, timeout, retry=retry).create.unresolved
             if not why:
                 return
         raise MisuseError(f"{description} can't be loaded on ps {index}: {why}")
@@ -341,13 +341,13 @@ class PsClient:
         def declare() -> None:
             for optimizer in optimizers:
                 if optimizer in self._declared:
-                    self._declare(index, optimizer, patient=False)  # the caller retries
+                    self._declare(index, optimizer, retry=False)  # the caller retries
 
         return self.exchanges.submit(declare)
 
-    def _declare(self, index: int, optimizer: int, *, patient: bool = True) -> None:
+    def _declare(self, index: int, optimizer: int, *, retry: bool = True) -> None:
         name, forms = self._declared[optimizer]
-        self._create(index, f"the rule of optimizer {name!r}", forms, _SLOWEST_FUNCTION, patient=patient)
+        self._create(index, f"the rule of optimizer {name!r}", forms, _SLOWEST_FUNCTION, retry=retry)
 
     def copy_variables(self, copies: Sequence[tuple[int, ps_pb2.VariableSpec]], optimizers: Sequence[int] = ()) -> None:
         """Declare copies of variables as they are now; no values travel.
@@ -372,24 +372,24 @@ class PsClient:
         request = ps_pb2.DescribeRequest(job=self.job, variables=names, saved=True)
         self._on_all(lambda index: self._describe(self._servers[index], request, timeout=_SLOWEST_FUNCTION))
 
-    def delete_variable(self, name: str, variable_id: int, *, patient: bool = False) -> None:
-        """Remove a variable from all servers: from the reachable ones, or, if patient, waiting for the others."""
-        self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=variable_id), patient=patient)
+    def delete_variable(self, name: str, variable_id: int, *, retry: bool = False) -> None:
+        """Remove a variable from all servers: from the reachable ones, or, with `retry`, waiting for the others."""
+        self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=variable_id), retry=retry)
 
-    def delete_copies(self, evaluation: int, *, patient: bool = False) -> bool:
+    def delete_copies(self, evaluation: int, *, retry: bool = False) -> bool:
         """Remove all copies of an evaluation, as `delete_variable`. Return False if a server was unreachable."""
         if self.exchanges.closed:
             return True  # its variables ended with the job
-        return self._delete(ps_pb2.DeleteRequest(job=self.job, evaluation=evaluation), patient=patient)
+        return self._delete(ps_pb2.DeleteRequest(job=self.job, evaluation=evaluation), retry=retry)
 
-    def _delete(self, request: ps_pb2.DeleteRequest, *, patient: bool) -> bool:
+    def _delete(self, request: ps_pb2.DeleteRequest, *, retry: bool) -> bool:
         # A few attempts: what remains on one server would block a variable of that name. But this may be the cleanup
         # after an error that is being raised, which must not wait for long.
         few_times = tenacity.Retrying(**until(seconds=self._timeout, attempts=FEW_ATTEMPTS), reraise=True)
         everywhere = True
         for server in list(self._servers):
             delete = functools.partial(server.ask, "control", "delete", request, self._timeout)
-            if patient:
+            if retry:
                 with contextlib.suppress(ShardMovedError):  # it was removed, and has nothing any more
                     self.exchanges.retrying(server, delete)
                 continue

@@ -118,22 +118,22 @@ class Exchanges:
             function.check()
         return function
 
-    def retrying(self, server: Server, attempt: Callable[[], Any], *, patient: bool = True) -> Any:
+    def retrying(self, server: Server, attempt: Callable[[], Any], *, retry: bool = True) -> Any:
         """Retry what fails because the server is unreachable, until `retry_seconds` after the first failure.
 
-        If the server went silent, they count from its last sign of life. Unless patient, try only once.
+        If the server went silent, they count from its last sign of life. Without `retry`, try only once.
         """
         try:
-            return self._retrying(server, attempt, patient=patient)
+            return self._retrying(server, attempt, retry=retry)
         except ShardMovedError as error:
             error.server = self.servers.index(server) if server in self.servers else 0
             raise
 
-    def _retrying(self, server: Server, attempt: Callable[[], Any], *, patient: bool) -> Any:
+    def _retrying(self, server: Server, attempt: Callable[[], Any], *, retry: bool) -> Any:
         try:
             return self._once(server, attempt)
         except UnavailableError as error:
-            if not (patient and may_pass(error)):
+            if not (retry and may_pass(error)):
                 raise
             # Not since the start of the attempt, which may have been a long transfer.
             silent = error.seconds if isinstance(error, SilentError) else 0.0
@@ -429,12 +429,12 @@ class Exchanges:
         buffers: Sequence[Buffer],
         timeout: float = 0.0,
         *,
-        patient: bool = True,
+        retry: bool = True,
         name: str = "",
     ) -> ps_pb2.Reply:
         """Send a request in frames. The server may take `timeout` seconds more than the transfer; `name` is for traces.
 
-        Unless patient, do not wait for a server that is down.
+        Without `retry`, do not wait for a server that is down.
         """
         server = self.server(index)
         metadata = ((SESSION_HEADER, name),) if name else ()
@@ -449,5 +449,5 @@ class Exchanges:
                 sent += sum(map(len, group))
                 yield parts_of(ps_pb2.Request(last=sent == total), group)
 
-        data = self.retrying(server, lambda: server.push(frames, metadata, timeout), patient=patient)
+        data = self.retrying(server, lambda: server.push(frames, metadata, timeout), retry=retry)
         return unpack(data, ps_pb2.Reply)[0]

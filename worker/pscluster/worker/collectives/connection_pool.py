@@ -33,7 +33,7 @@ class _PeerConnection:
         self.peer, self.incarnation, self._identity = peer, incarnation, identity
         self._lock = threading.Lock()
         # A member may compute for long before it takes what it was sent.
-        self._transport = Transport(peer, self._hello, send_bytes=_SEND_BYTES, patient=True)
+        self._transport = Transport(peer, self._hello, send_bytes=_SEND_BYTES, wait_for_room=True)
         self._version = 0 if peer.tls is None else peer.tls.refresh()
         self._channel = open_peer_channel(peer)
         self._retired: grpc.Channel | None = None  # of the previous certificate

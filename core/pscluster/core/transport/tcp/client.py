@@ -213,7 +213,7 @@ class DataPort:
         known   --a connection can't be made, or the peer is no role--> unknown; the role is asked after a while
         known   --a connection breaks--> unknown; the role is asked soon
 
-    `patient` is as in `packets.tuned`.
+    `wait_for_room` is as in `packets.tuned`.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class DataPort:
         tls_name: str = "",
         send_bytes: int | None = None,
         *,
-        patient: bool = False,
+        wait_for_room: bool = False,
     ) -> None:
         self._name, self._tls, self._tls_name = name, tls, tls_name
-        self._send_bytes, self._patient = send_bytes, patient
+        self._send_bytes, self._wait_for_room = send_bytes, wait_for_room
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._endpoint: _Endpoint | None = None
@@ -304,7 +304,7 @@ class DataPort:
             return None
         where, boot_id = endpoint
         try:
-            connected = tuned(_connected(where), self._send_bytes, patient=self._patient)
+            connected = tuned(_connected(where), self._send_bytes, wait_for_room=self._wait_for_room)
         except OSError as error:
             self.avoid(str(error), endpoint)
             return None

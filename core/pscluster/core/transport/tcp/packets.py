@@ -75,11 +75,11 @@ def supported() -> bool:
     return hasattr(socket, "TCP_USER_TIMEOUT")
 
 
-def tuned(connected: socket.socket, send_bytes: int | None = None, *, patient: bool = False) -> socket.socket:
+def tuned(connected: socket.socket, send_bytes: int | None = None, *, wait_for_room: bool = False) -> socket.socket:
     """Return the socket, set to send at once and to detect a lost peer. Close it and raise OSError if it has ended.
 
     `send_bytes` is the size of its send buffer within a machine; None: what suits a server and its client. If
-    `patient`, a peer that takes nothing for long is not lost: the caller finds out by itself whether it is there.
+    `wait_for_room`, a peer that takes nothing for long is not lost: the caller finds out by itself whether it is there.
     """
     try:
         connected.settimeout(None)
@@ -87,7 +87,7 @@ def tuned(connected: socket.socket, send_bytes: int | None = None, *, patient: b
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes or _UNIX_SEND_BYTES)
             return connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not patient:  # it also ends the connection to a peer that lives, and has no room
+        if not wait_for_room:  # it also ends the connection to a peer that lives, and has no room
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
