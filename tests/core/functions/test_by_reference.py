@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import search
+from tests.core.functions.support import Thing, things
 
 from pscluster.coordinator import api
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
@@ -32,7 +33,6 @@ from pscluster.core.functions.definitions import capture, record_resolver, resol
 from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
 from pscluster.core.functions.policy import SerializationPolicy
-from pscluster.core.handles import Handle
 from pscluster.core.values import encode_call
 from pscluster.ps import initializers, optim
 from pscluster.ps.optim import schedules
@@ -136,21 +136,6 @@ FACTOR, SECRET = 3, None
 def scaled(x):
     return x * FACTOR
 """
-
-
-class Thing(Handle):
-    """A handle."""
-
-    handle_kind = "thing"
-    handle_key: str
-
-    def __init__(self, key: str) -> None:
-        self.handle_key = key
-
-
-def things(kind: str, key: str) -> Any:
-    """Stands in for the receiver's own handles."""
-    return f"the receiver's {kind} {key}"
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 import numpy as np
 import pytest
+from tests.core.functions.support import Thing, things
 
 from pscluster.coordinator.queue.captured_functions import CapturedFunctions
 from pscluster.core.errors import ProtocolError, UnknownVariableError
@@ -35,21 +36,6 @@ from pscluster.core.handles import Handle
 from pscluster.core.values import decode, encode
 from pscluster.core.values.records import imported_class
 from pscluster.v1 import definition_pb2, value_pb2
-
-
-class Thing(Handle):
-    """A handle."""
-
-    handle_kind = "thing"
-    handle_key: str
-
-    def __init__(self, key: str) -> None:
-        self.handle_key = key
-
-
-def things(kind: str, key: str) -> Any:
-    """Stands in for the worker's own handles."""
-    return f"the worker's {kind} {key}"
 
 
 def called(captured: CapturedFunction, *args: Any, form: int = 0) -> Any:
@@ -638,7 +624,7 @@ def test_handles_are_captured_by_name() -> None:
     def step(default: Any = thing) -> Any:
         return thing, nest, default
 
-    worker = "the worker's thing "
+    worker = "the receiver's thing "
     assert called(capture(step)) == (worker + "w", {"all": [worker + "b"]}, worker + "w")
     assert called(capture(functools.partial(lambda *args: args, thing))) == (worker + "w",)
 
@@ -656,15 +642,15 @@ def test_handles_under_other_names(module: Any) -> None:
         return thing, [thing]
 
     captured = capture(step).renamed(rename)
-    assert called(captured)[0] == "the worker's thing another w"
+    assert called(captured)[0] == "the receiver's thing another w"
     assert seen[0] is thing
     assert captured.handles[0] is thing
     assert captured.digest != capture(step).digest
     module.SET = Thing("v")
     captured = capture(module.uses).renamed(rename)
     forms = len(list(captured.forms()))
-    assert {called(captured, 1, form=form)[1] for form in range(forms)} == {"the worker's thing another v"}
-    assert called(capture(step))[0] == "the worker's thing w"
+    assert {called(captured, 1, form=form)[1] for form in range(forms)} == {"the receiver's thing another v"}
+    assert called(capture(step))[0] == "the receiver's thing w"
 
 
 def test_a_module_with_a_handle_goes_by_value(module: Any) -> None:
@@ -677,7 +663,7 @@ def test_a_module_with_a_handle_goes_by_value(module: Any) -> None:
         for function in (module.uses, module.cached_use, functools.partial(module.uses)):
             _, got = called(capture(function), 1)
             got = got["a"][0] if isinstance(got, dict) else getattr(got, "value", got)
-            assert got == "the worker's thing w"
+            assert got == "the receiver's thing w"
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
