@@ -13,7 +13,7 @@ from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_s
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.ps.client.placement.reshard_steps import ReshardSteps
 from pscluster.ps.optim.rules import Adagrad
-from pscluster.ps.server.embedding.table_policy import Sightings, ages
+from pscluster.ps.server.embedding.table_policy import CountMinSketch, ages
 from pscluster.ps.server.embedding.tables import new_array, rows_of, space_of
 from pscluster.ps.server.resharding import Resharding
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
@@ -50,7 +50,7 @@ class Steps:
             if index % 2 == 0:
                 slot = np.full((len(ids), DIM), index + 2, np.float32)
                 shard.put({f"slot/{ADAGRAD}/accumulator": slot, f"average/{ADAGRAD}": slot + 1})
-            shard.sightings = Sightings()
+            shard.sightings = CountMinSketch()
             shard.sightings.add(ids)
         self.store.directory.restore([held], {})
         self.store.put_optimizer(HeldOptimizer(ps_pb2.OptimizerSpec(id=ADAGRAD, name="adagrad"), Adagrad()))
@@ -160,7 +160,7 @@ def test_a_full_table_has_room_for_the_rows_that_there_are() -> None:
         ({"action": MOVE.COUNT, "num_shards": 1 << 20}, "by id into 1,048,576 shards"),
         ({"action": MOVE.TAKE, "arrays": ["slot/3/m"]}, "no array 'slot/3/m' to be cut"),
         ({"action": MOVE.TAKE, "arrays": ["value"], "state": ps_pb2.ShardState(rows=ROWS)}, "500 rows from row 0 of a"),
-        ({"action": MOVE.FILL, "arrays": ["value"]}, "2 elements from element 0, which are no rows of"),
+        ({"action": MOVE.FILL, "arrays": ["value"]}, "2 elements from element 0, which are not rows of"),
         ({"action": MOVE.FILL, "arrays": ["value"], "start": 60}, "2 elements from element 60, which are no"),
         ({"action": MOVE.FILL, "arrays": ["seen"]}, "8 bytes of counts of ids, after 0 sightings"),
     ],

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pytest
 from tests.waiting import TIMEOUT, until
 
-from pscluster.worker.collectives import kept_threads
-from pscluster.worker.collectives.kept_threads import KeptThreads
+from pscluster.worker.collectives import cached_thread_pool
+from pscluster.worker.collectives.cached_thread_pool import CachedThreadPool
 
 NAME = "kept-thread-of-a-test"
 
 
 @pytest.fixture
-def threads() -> Iterator[KeptThreads]:
-    threads = KeptThreads(NAME)
+def threads() -> Iterator[CachedThreadPool]:
+    threads = CachedThreadPool(NAME)
     yield threads
     threads.close()
     until(lambda: not alive(), "its threads have ended")
@@ -28,7 +28,7 @@ def alive() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.endswith(NAME)]
 
 
-def ran_by(threads: KeptThreads) -> int:
+def ran_by(threads: CachedThreadPool) -> int:
     """Run something, and return the thread that has done it."""
     done, by = threading.Event(), list[int]()
 
@@ -41,7 +41,7 @@ def ran_by(threads: KeptThreads) -> int:
     return by[0]
 
 
-def test_an_idle_thread_does_the_next_work(threads: KeptThreads) -> None:
+def test_an_idle_thread_does_the_next_work(threads: CachedThreadPool) -> None:
     """Also after work that has failed."""
     first = ran_by(threads)
     until(lambda: threads._idle, "it is idle")
@@ -52,7 +52,7 @@ def test_an_idle_thread_does_the_next_work(threads: KeptThreads) -> None:
     assert ran_by(threads) == first
 
 
-def test_an_idle_thread_holds_nothing_of_its_work(threads: KeptThreads) -> None:
+def test_an_idle_thread_holds_nothing_of_its_work(threads: CachedThreadPool) -> None:
     class Held:
         """What work may hold."""
 
@@ -65,7 +65,7 @@ def test_an_idle_thread_holds_nothing_of_its_work(threads: KeptThreads) -> None:
         assert known() is None
 
 
-def test_work_does_not_wait_for_other_work(threads: KeptThreads) -> None:
+def test_work_does_not_wait_for_other_work(threads: CachedThreadPool) -> None:
     meet = threading.Barrier(5)
     for _ in range(4):
         threads.run(lambda: meet.wait(TIMEOUT))
@@ -73,9 +73,9 @@ def test_work_does_not_wait_for_other_work(threads: KeptThreads) -> None:
     until(lambda: len(threads._idle) == 4, "all are idle")
 
 
-def test_few_are_kept_and_not_for_long(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_threads, "MAX_IDLE", 1)
-    monkeypatch.setattr(kept_threads, "IDLE_SECONDS", 0.01)
+def test_few_are_kept_and_not_for_long(threads: CachedThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_thread_pool, "MAX_IDLE", 1)
+    monkeypatch.setattr(cached_thread_pool, "IDLE_SECONDS", 0.01)
     meet = threading.Barrier(3)
     for _ in range(2):
         threads.run(lambda: meet.wait(TIMEOUT))
@@ -84,14 +84,16 @@ def test_few_are_kept_and_not_for_long(threads: KeptThreads, monkeypatch: pytest
     assert ran_by(threads)
 
 
-def test_work_that_comes_as_a_thread_gives_up_is_done(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_comes_as_a_thread_gives_up_is_done(
+    threads: CachedThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread may have been chosen just before it stops waiting."""
-    monkeypatch.setattr(kept_threads, "IDLE_SECONDS", 0.0005)
+    monkeypatch.setattr(cached_thread_pool, "IDLE_SECONDS", 0.0005)
     for _ in range(200):
         ran_by(threads)
 
 
-def test_after_the_end_work_is_done_and_no_thread_is_kept(threads: KeptThreads) -> None:
+def test_after_the_end_work_is_done_and_no_thread_is_kept(threads: CachedThreadPool) -> None:
     ran_by(threads)
     threads.close()
     until(lambda: not alive(), "none is kept")

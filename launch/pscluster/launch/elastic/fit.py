@@ -33,7 +33,7 @@ from pscluster.launch.answers.questions import Asked, report_of
 from pscluster.launch.answers.rendezvous import place_among
 from pscluster.launch.answers.session import Action, Answer
 from pscluster.launch.elastic.requests import Requests
-from pscluster.launch.elastic.session import Admit, ElasticSession, Ranked, SavedRows
+from pscluster.launch.elastic.session import Admit, ElasticSession, RankAnswer, SavedRows
 from pscluster.launch.fit import POLL_SECONDS, Fit, MembersFailed
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class ElasticFit(Fit):
         return super()._decide(question)
 
     def _answer_to(self, answer: Answer) -> Any:
-        if not isinstance(answer, Ranked):
+        if not isinstance(answer, RankAnswer):
             return answer.value
         ranked = {**answer.value, **place_among(answer.question.worker, self._hosts)}
         if not isinstance(answer, Admit):

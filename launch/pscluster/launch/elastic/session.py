@@ -56,12 +56,12 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked(Answer):
+class RankAnswer(Answer):
     """Tell a member which rank it has from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admit(Ranked):
+class Admit(RankAnswer):
     """Let a member begin: answer its question with this, and with where the run stands."""
 
 
@@ -270,7 +270,7 @@ class ElasticSession(Session):
         told = {"path": path, "size": len(self.members), "epochs": {name: of.epoch for name, of in self.rows.items()}}
         for member, known in waiting.items():
             rank = self.members[member].rank if member in self.members else 0
-            actions.append(Ranked(known.question, {**told, "rank": rank, "leave": member not in self.members}))
+            actions.append(RankAnswer(known.question, {**told, "rank": rank, "leave": member not in self.members}))
         return actions
 
     def meet(

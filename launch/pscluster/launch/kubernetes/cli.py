@@ -11,7 +11,7 @@ import click
 from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
 from pscluster.launch.kubernetes.output import secret_names, to_text, write_folder
-from pscluster.launch.kubernetes.spec import MAX_NAME, ROLES, Deployed, Resources, name_of
+from pscluster.launch.kubernetes.spec import MAX_NAME, ROLES, ClusterOptions, Resources, name_of
 
 
 @click.group("k8s", help="Render the manifests of a cluster on Kubernetes.")
@@ -105,7 +105,7 @@ def render(
     anyone who has it can run code on the cluster.
     """
     resources = {role: Resources(role, options.pop(f"{role}_cpu"), options.pop(f"{role}_memory")) for role in ROLES}
-    spec = Deployed(
+    spec = ClusterOptions(
         name=name_of(script) if name is None else name,
         script=script,
         args=args,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pscluster.launch.kubernetes.pods import DATA_PORT, PORT, Object, labels, pod_template, selector
-from pscluster.launch.kubernetes.spec import COORDINATOR, PS, WORKER, Deployed
+from pscluster.launch.kubernetes.spec import COORDINATOR, PS, WORKER, ClusterOptions
 
 _CALLERS = {PS: (WORKER, COORDINATOR), WORKER: (WORKER, COORDINATOR), COORDINATOR: (WORKER,)}
 """Who calls whom: workers talk to each other in collectives, and register with the coordinator."""
 
 
-def manifests(spec: Deployed) -> dict[str, list[Object]]:
+def manifests(spec: ClusterOptions) -> dict[str, list[Object]]:
     """Return the objects in an order in which they can be created, by the name of their file."""
     files = {
         "network-policies.yaml": [_network_policy(spec, role) for role in _CALLERS],
@@ -24,14 +24,14 @@ def manifests(spec: Deployed) -> dict[str, list[Object]]:
     return files
 
 
-def _object(spec: Deployed, kind: str, version: str, suffix: str, role: str | None = None) -> Object:
+def _object(spec: ClusterOptions, kind: str, version: str, suffix: str, role: str | None = None) -> Object:
     metadata: Object = {"name": spec.named(suffix)}
     if spec.namespace is not None:
         metadata["namespace"] = spec.namespace
     return {"apiVersion": version, "kind": kind, "metadata": metadata | {"labels": labels(spec, role)}}
 
 
-def _service(spec: Deployed, role: str) -> Object:
+def _service(spec: ClusterOptions, role: str) -> Object:
     """Return a headless Service: names lead to the pods themselves.
 
     Also to those that are not ready: workers join, and servers answer, before they are. And since no address is
@@ -48,7 +48,7 @@ def _service(spec: Deployed, role: str) -> Object:
     }
 
 
-def _servers(spec: Deployed) -> Object:
+def _servers(spec: ClusterOptions) -> Object:
     claim: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": spec.storage}}}
     if spec.storage_class is not None:
         claim["storageClassName"] = spec.storage_class
@@ -71,7 +71,7 @@ def _servers(spec: Deployed) -> Object:
     }
 
 
-def _workers(spec: Deployed) -> Object:
+def _workers(spec: ClusterOptions) -> Object:
     return _object(spec, "Deployment", "apps/v1", WORKER, WORKER) | {
         "spec": {
             "replicas": spec.workers,
@@ -81,7 +81,7 @@ def _workers(spec: Deployed) -> Object:
     }
 
 
-def _coordinator(spec: Deployed) -> Object:
+def _coordinator(spec: ClusterOptions) -> Object:
     return _object(spec, "Job", "batch/v1", COORDINATOR, COORDINATOR) | {
         "spec": {
             "backoffLimit": spec.backoff_limit,
@@ -91,11 +91,11 @@ def _coordinator(spec: Deployed) -> Object:
     }
 
 
-def _script(spec: Deployed, source: str) -> Object:
+def _script(spec: ClusterOptions, source: str) -> Object:
     return _object(spec, "ConfigMap", "v1", "script", COORDINATOR) | {"data": {spec.script_name: source}}
 
 
-def _disruption_budget(spec: Deployed, role: str, unavailable: int | str) -> Object:
+def _disruption_budget(spec: ClusterOptions, role: str, unavailable: int | str) -> Object:
     """Return how many pods of a role a drain of nodes may end at a time.
 
     The coordinator has none: it is one pod, so a budget would hold up every drain of its node, and it resumes.
@@ -109,7 +109,7 @@ def _disruption_budget(spec: Deployed, role: str, unavailable: int | str) -> Obj
     }
 
 
-def _network_policy(spec: Deployed, role: str) -> Object:
+def _network_policy(spec: ClusterOptions, role: str) -> Object:
     """Return which pods may connect to a role's. Connections from pods are not restricted: scripts load data."""
     callers = [{"podSelector": {"matchLabels": selector(spec, caller)}} for caller in _CALLERS[role]]
     ports = [{"port": port, "protocol": "TCP"} for port in (PORT, DATA_PORT)]

@@ -12,7 +12,7 @@ from pscluster.core.security.certificates import hosts_in, hosts_of, make_certif
 from pscluster.core.security.tokens import create_token_file
 from pscluster.launch.kubernetes.manifests import manifests
 from pscluster.launch.kubernetes.pods import TLS_KEYS, TOKEN_KEY, Object, cluster_of, labels
-from pscluster.launch.kubernetes.spec import ROLES, Deployed
+from pscluster.launch.kubernetes.spec import ROLES, ClusterOptions
 
 HEADER = "# Made by `pscluster k8s render`, which overwrites it.\n"
 KUSTOMIZATION = "kustomization.yaml"
@@ -45,17 +45,17 @@ def dump(documents: Sequence[Object]) -> str:
     return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=4096, explicit_start=True))
 
 
-def to_text(spec: Deployed) -> str:
+def to_text(spec: ClusterOptions) -> str:
     """Return all objects as YAML, without the Secrets that they refer to."""
     return HEADER + dump([document for documents in manifests(spec).values() for document in documents])
 
 
-def secret_names(spec: Deployed) -> list[str]:
+def secret_names(spec: ClusterOptions) -> list[str]:
     """Return the names of the Secrets that the pods mount."""
     return [spec.secret("token"), *(spec.secret(f"{role}-tls") for role in ROLES)]
 
 
-def write_folder(spec: Deployed, folder: Path) -> list[str]:
+def write_folder(spec: ClusterOptions, folder: Path) -> list[str]:
     """Write the manifests and a kustomization.yaml; make the token and the certificates, unless Secrets exist for them.
 
     Credentials that are there stay; certificates are renewed if the servers' names have changed. Return the names of
@@ -85,7 +85,7 @@ def write_folder(spec: Deployed, folder: Path) -> list[str]:
     return sorted(files)
 
 
-def _make_credentials(spec: Deployed, folder: Path) -> None:
+def _make_credentials(spec: ClusterOptions, folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     create_token_file(folder / TOKEN_KEY)
@@ -94,7 +94,7 @@ def _make_credentials(spec: Deployed, folder: Path) -> None:
         renew_certificates(tls, by_role=by_role)
 
 
-def _kustomization(spec: Deployed, resources: list[str]) -> Object:
+def _kustomization(spec: ClusterOptions, resources: list[str]) -> Object:
     kustomization: Object = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     if spec.namespace is not None:
         kustomization["namespace"] = spec.namespace

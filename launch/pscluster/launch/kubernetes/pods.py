@@ -17,7 +17,7 @@ from pscluster.core.ids import VERSION
 from pscluster.core.role.options import DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
 from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY, TLS_VARIABLE
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE
-from pscluster.launch.kubernetes.spec import COORDINATOR, PS, Deployed
+from pscluster.launch.kubernetes.spec import COORDINATOR, PS, ClusterOptions
 from pscluster.ps.storage.options import STATE_VARIABLE
 
 Object = dict[str, Any]
@@ -35,30 +35,30 @@ _GRACE = {"ps": 60, "worker": 40, "coordinator": 60}
 """Seconds until SIGKILL: a role takes 10 s for what runs; then servers save their state, and `fit` a backup."""
 
 
-def service_of(spec: Deployed, role: str) -> str:
+def service_of(spec: ClusterOptions, role: str) -> str:
     """Return the address of a role's Service."""
     return f"{spec.named(role)}:{PORT}"
 
 
-def cluster_of(spec: Deployed) -> ClusterSpec:
+def cluster_of(spec: ClusterOptions) -> ClusterSpec:
     """Return the servers and the coordinator by the names that pods of the namespace use."""
     servers = server_addresses(service_of(spec, PS), spec.ps)
     return ClusterSpec({"ps": servers, "chief": [service_of(spec, COORDINATOR)]})
 
 
-def selector(spec: Deployed, role: str | None = None) -> dict[str, str]:
+def selector(spec: ClusterOptions, role: str | None = None) -> dict[str, str]:
     """Return the labels by which the cluster's pods are selected, or those of one role."""
     labels = {"app.kubernetes.io/name": "pscluster", "app.kubernetes.io/instance": spec.name}
     return labels if role is None else labels | {"app.kubernetes.io/component": role}
 
 
-def labels(spec: Deployed, role: str | None = None) -> dict[str, str]:
+def labels(spec: ClusterOptions, role: str | None = None) -> dict[str, str]:
     """Return all labels of an object."""
     more = {"app.kubernetes.io/version": VERSION, "app.kubernetes.io/managed-by": "pscluster"}
     return selector(spec, role) | more
 
 
-def pod_template(spec: Deployed, role: str) -> Object:
+def pod_template(spec: ClusterOptions, role: str) -> Object:
     """Return the template of a role's pods."""
     pod: Object = {
         "automountServiceAccountToken": False,  # nothing calls the API
@@ -90,7 +90,7 @@ def pod_template(spec: Deployed, role: str) -> Object:
     return {"metadata": {"labels": labels(spec, role)}, "spec": pod}
 
 
-def _container(spec: Deployed, role: str) -> Object:
+def _container(spec: ClusterOptions, role: str) -> Object:
     mounts: list[Object] = [
         {"name": "credentials", "mountPath": CREDENTIALS, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  # nosec B108
@@ -121,7 +121,7 @@ def _container(spec: Deployed, role: str) -> Object:
     }
 
 
-def _arguments(spec: Deployed, role: str) -> list[str]:
+def _arguments(spec: ClusterOptions, role: str) -> list[str]:
     bind = ["--bind", f"0.0.0.0:{PORT}"]
     if role != COORDINATOR:  # that servers and workers wait for the next job is what a StatefulSet can do
         return [role, *bind]
@@ -129,7 +129,7 @@ def _arguments(spec: Deployed, role: str) -> list[str]:
     return [role, *bind, "--keep-job", script, *spec.args]
 
 
-def _environment(spec: Deployed, role: str) -> list[Object]:
+def _environment(spec: ClusterOptions, role: str) -> list[Object]:
     values = {
         ROLE_VARIABLE: role,
         SERVICE_VARIABLE: service_of(spec, PS),
@@ -179,7 +179,7 @@ def _probes(role: str) -> Object:
     return {"startupProbe": startup, "readinessProbe": readiness, "livenessProbe": liveness}
 
 
-def _volumes(spec: Deployed, role: str) -> list[Object]:
+def _volumes(spec: ClusterOptions, role: str) -> list[Object]:
     token = {"name": spec.secret("token"), "items": [{"key": TOKEN_KEY, "path": TOKEN_KEY}]}
     tls = {"name": spec.secret(f"{role}-tls"), "items": [{"key": key, "path": f"tls/{key}"} for key in TLS_KEYS]}
     sources = [{"secret": token}, {"secret": tls}]

@@ -107,7 +107,7 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class ClusterOptions:
     """A cluster on Kubernetes, and the script that it runs. Raises ConfigurationError for a value out of its limits."""
 
     name: str

@@ -20,7 +20,7 @@ from pscluster.ps.optim.rules import Adagrad
 from pscluster.ps.server.embedding import table_changes, table_policy
 from pscluster.ps.server.embedding.table_changes import RowChanges, carry_out, decide, record_bytes, recorded
 from pscluster.ps.server.embedding.table_policy import (
-    Sightings,
+    CountMinSketch,
     admitted,
     ages,
     least_used,
@@ -236,7 +236,7 @@ def test_ids_are_admitted_when_they_have_been_seen_often_enough() -> None:
         assert table.ids == ({5} if seen == 3 else set())
     table.update([6], gradient=False)
     assert table.ids == {5, 6}
-    counts = Sightings()
+    counts = CountMinSketch()
     ids = np.arange(100_000)
     for seen in (1, 2, 3):
         found = counts.add(ids)
@@ -248,7 +248,7 @@ def test_ids_are_admitted_when_they_have_been_seen_often_enough() -> None:
 
 
 def test_a_probability_is_decided_by_seed_id_and_step() -> None:
-    ids, seen = np.arange(100_000), Sightings()
+    ids, seen = np.arange(100_000), CountMinSketch()
     policy = WithProbability(0.1, seed=3).message()
     first = admitted(policy, ids, seen, 1)
     assert 0.095 < first.mean() < 0.105

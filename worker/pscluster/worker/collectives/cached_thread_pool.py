@@ -24,7 +24,7 @@ MAX_IDLE = 64
 Work = Callable[[], object]
 
 
-class KeptThreads:
+class CachedThreadPool:
     """Runs each piece of work on a daemon thread of its own. Thread-safe."""
 
     def __init__(self, name: str) -> None:

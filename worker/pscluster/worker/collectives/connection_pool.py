@@ -16,8 +16,8 @@ from pscluster.core.transport.base import Cancellable, Stream
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.core.transport.transport import Transport
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.collectives.cached_thread_pool import CachedThreadPool
 from pscluster.worker.collectives.gang import Member
-from pscluster.worker.collectives.kept_threads import KeptThreads
 
 _PATH = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Exchange"
 
@@ -83,7 +83,7 @@ class ConnectionPool:
         self._lock = threading.Lock()
         self._connections: dict[int, _PeerConnection] = {}
         self.links: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # that are open, or will be
-        self.threads = KeptThreads("exchange")
+        self.threads = CachedThreadPool("exchange")
 
     def open(self, member: Member, report: Callable[[Any], None]) -> Stream:
         """Open an exchange with a member. Raises grpc.RpcError, or one of our errors."""

@@ -20,7 +20,7 @@ from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.numbers.unique import sorted_unique, without
 from pscluster.ps.row_ids import RowIds, are_strings, shown
 from pscluster.ps.server.embedding import table_policy
-from pscluster.ps.server.embedding.table_policy import Sightings
+from pscluster.ps.server.embedding.table_policy import CountMinSketch
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.server.embedding.tables import rows_of, space_of
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
@@ -92,7 +92,7 @@ def decide(
     new = sorted_unique(ids[places < 0]).astype(rows.id_dtype, copy=False)
     now = table_policy.in_seconds(time.time()) if _in_seconds(table) else table_policy.in_steps(step)
     if gradient and len(new) and table.HasField("admission"):
-        shard.sightings = shard.sightings or Sightings()
+        shard.sightings = shard.sightings or CountMinSketch()
         new = new[table_policy.admitted(table.admission, new, shard.sightings, step)]
     going = _NONE
     if table.HasField("eviction") and table.eviction.kind not in NEED_LIMIT:

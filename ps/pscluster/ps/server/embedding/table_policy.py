@@ -11,12 +11,8 @@ nothing: neither the clock nor what had been seen need be the same. Rows' uses a
 and restored with them (`TableEviction`).
 
 May be lost: what has been seen of ids that have no row. It goes with the process, and when the shard moves or is
-restored; those ids are admitted later. If the table is cut into other shards it goes along, see `Sightings.take`. A
+restored; those ids are admitted later. If the table is cut into other shards it goes along (`CountMinSketch.take`). A
 shard that has no updates drops nothing, however old its rows are.
-
-Work is bounded by the update's: it looks at a window of rows, which goes round the shard, and drops what it finds. So
-a row that has expired may stay until the window is there, and of more rows than one window has, the one that goes is
-the least used of those. All of a shard is looked at only where it is full, and what makes room there is age or norm.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _CANDIDATES = 1 << 16
 """Rows among which those to make room are chosen, at least: eight for each."""
 
 
-class Sightings:
+class CountMinSketch:
     """How often ids were seen, in memory of a fixed size. A count is never too low, and seldom too high.
 
     A count-min sketch (Cormode and Muthukrishnan 2005), of which only the lowest counts are raised (Estan and Varghese
@@ -92,7 +88,7 @@ class Sightings:
         self.added = added
 
 
-def admitted(policy: ps_pb2.TableAdmission, ids: RowIds, seen: Sightings, step: int) -> Mask:
+def admitted(policy: ps_pb2.TableAdmission, ids: RowIds, seen: CountMinSketch, step: int) -> Mask:
     """Return which of some ids without a row get one by a gradient, in this step of the shard. Counts them as seen."""
     if policy.seen:
         return seen.add(ids) >= policy.seen
@@ -112,22 +108,22 @@ def uses(before: Uses, now: int) -> Uses:
     return used
 
 
-def ages(of: Uses, now: int) -> Hashes:
+def ages(row_uses: Uses, now: int) -> Hashes:
     """Return how long ago rows were last used. The clock, of 32 bits, may have been set back: then it is 0."""
-    ago: Hashes = (np.uint64(now) - (of >> _AGE_BITS)) & _COUNT
+    ago: Hashes = (np.uint64(now) - (row_uses >> _AGE_BITS)) & _COUNT
     ago[ago >= _HALF] = 0
     return ago
 
 
-def moved_to(of: Uses, before: int, now: int) -> Uses:
+def moved_to(row_uses: Uses, before: int, now: int) -> Uses:
     """Return the uses as of a clock that shows `now` where the one of before has shown `before`."""
-    moved: Uses = ((np.uint64(now) - ages(of, before)) & _COUNT) << _AGE_BITS | of & _COUNT
+    moved: Uses = ((np.uint64(now) - ages(row_uses, before)) & _COUNT) << _AGE_BITS | row_uses & _COUNT
     return moved
 
 
-def newest(of: Uses) -> int:
+def newest(row_uses: Uses) -> int:
     """Return the latest use, on a clock that has not gone round."""
-    return int((of >> _AGE_BITS).max(initial=0))
+    return int((row_uses >> _AGE_BITS).max(initial=0))
 
 
 def in_steps(updates: int) -> int:
@@ -145,22 +141,22 @@ def counts_steps(table: ps_pb2.TableSpec) -> bool:
     return table.HasField("eviction") and table.eviction.kind != ps_pb2.TableEviction.SECONDS
 
 
-def expired(policy: ps_pb2.TableEviction, of: Uses, values: Rows, now: int) -> Mask:
+def expired(policy: ps_pb2.TableEviction, row_uses: Uses, values: Rows, now: int) -> Mask:
     """Return which rows are dropped, full or not."""
     if policy.kind in (ps_pb2.TableEviction.STEPS, ps_pb2.TableEviction.SECONDS):
-        return ages(of, now) > np.uint64(policy.age)
+        return ages(row_uses, now) > np.uint64(policy.age)
     if policy.kind == ps_pb2.TableEviction.NORM:
         squares: Mask = np.einsum("ij,ij->i", values, values, dtype=np.float64) < policy.norm**2
         return squares
-    return np.zeros(len(of), np.bool_)
+    return np.zeros(len(row_uses), np.bool_)
 
 
-def least_used(policy: ps_pb2.TableEviction, of: Uses, now: int, count: int) -> Ids:
+def least_used(policy: ps_pb2.TableEviction, row_uses: Uses, now: int, count: int) -> Ids:
     """Return the numbers of the `count` rows, or fewer, that make room first; of equal ones the first."""
-    ago = ages(of, now)
-    worth = of & _COUNT if policy.kind == ps_pb2.TableEviction.FREQUENCY else _COUNT - ago
+    ago = ages(row_uses, now)
+    worth = row_uses & _COUNT if policy.kind == ps_pb2.TableEviction.FREQUENCY else _COUNT - ago
     # Between rows that were used as often, the one of longer ago goes; and the other way round.
-    second = _COUNT - ago if policy.kind == ps_pb2.TableEviction.FREQUENCY else of & _COUNT
+    second = _COUNT - ago if policy.kind == ps_pb2.TableEviction.FREQUENCY else row_uses & _COUNT
     rank = worth << _AGE_BITS | second
     if count < len(rank):
         limit = np.partition(rank, count - 1)[count - 1]

@@ -4,7 +4,7 @@ A new shard has the rows whose ids are its own, with all that belongs to them: t
 that has some, in any order of shards. What is kept by shard is put together from those of the old ones:
 
     the clock by which rows age   the highest of theirs: `taken` puts uses so that ages stay as they are
-    counts of ids without a row   cell by cell the highest (`Sightings.take`)
+    counts of ids without a row   cell by cell the highest (`CountMinSketch.take`)
     where the next search begins  anew
 
 Values come before what is beside them, so that there is a row, with its id, for all that comes. What an old shard
@@ -23,7 +23,7 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.transport.frames import view
 from pscluster.ps.server.embedding import table_policy
-from pscluster.ps.server.embedding.table_policy import Sightings
+from pscluster.ps.server.embedding.table_policy import CountMinSketch
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.spec import MOVE_BYTES
@@ -82,7 +82,7 @@ def make_room(
     width = width_of(held.spec, name)
     rows = -(-(start + count) // width)
     if start % width or count % width or start // width > len(shard.array):
-        raise ProtocolError(f"{count:,} elements from element {start:,}, which are no rows of {held.spec.name!r}")
+        raise ProtocolError(f"{count:,} elements from element {start:,}, which are not rows of {held.spec.name!r}")
     shard.rows = None  # it is made anew from the ids
     if name != "value" or rows <= len(shard.array):
         return  # what is beside values has no rows of its own: what is too much is refused
@@ -102,5 +102,5 @@ def take_seen(held: HeldVariable, shard: Shard, counts: memoryview, added: int) 
     """Give a new shard counts of ids without a row, after this many sightings. ProtocolError if it has none."""
     if not held.spec.table.admission.seen:
         raise ProtocolError(f"counts of ids of {held.spec.name!r}, which admits all")
-    shard.sightings = Sightings()
+    shard.sightings = CountMinSketch()
     shard.sightings.take(counts, added)

@@ -131,7 +131,7 @@ def restore_rows(
 def _saved_beside(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
     """Return a saved slot or average."""
     if array.ndim != 2 or array.dtype != np.float32 or array.shape[1] != spec.table.dim:
-        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are no slots of table {spec.name!r}")
+        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are not slots of table {spec.name!r}")
     return cast(Rows, array)
 
 
@@ -139,7 +139,7 @@ def _saved_rows(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
     """Return saved rows as wide as the table's: ids that are strings may have had less room."""
     dim, width = spec.table.dim, spec.shape[1]
     if array.ndim != 2 or array.dtype != np.float32 or not can_hold(width, array.shape[1], dim):
-        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are no rows of table {spec.name!r}")
+        raise CheckpointMismatchError(f"{array.dtype}{list(array.shape)} are not rows of table {spec.name!r}")
     saved = cast(Rows, array)
     if saved.shape[1] == width:
         return saved
