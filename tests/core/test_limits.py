@@ -86,7 +86,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
         "32,769 intervals of functions in one request; the limit is 32,768: send several",
     ),
     "intervals at an attachment": (lambda: attach(finished_starts=MANY, finished_stops=MANY), "32,769 intervals"),
-    "half an interval": (lambda: attach(finished_starts=[1]), "as many stops as starts"),
+    "half an interval": (lambda: attach(finished_starts=[1]), "a stop for each start"),
     "a wait": (lambda: attach(ps_timeout=math.nan), "ps_timeout is nan s"),
     "a wait without end": (lambda: attach(ps_timeout=math.inf), "ps_timeout is inf s"),
     "a peer's name": (

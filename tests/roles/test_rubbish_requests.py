@@ -340,9 +340,9 @@ NAN, UNSORTED, BEYOND = (np.array(numbers, "<u4").tobytes() for numbers in ([0x7
 @pytest.mark.parametrize(
     ("fields", "values", "message"),
     [
-        ({"rows": ROW, "wire_dtype": INT8}, NAN + bytes(4), "scales that are no finite numbers"),
-        ({"rows": ROW, "wire_dtype": INT8}, b"\0\0\x80\xbf" + bytes(4), "scales that are no finite numbers"),
-        ({"rows": ps_pb2.Rows(all=True), "wire_dtype": INT8}, NAN + bytes(16), "scales that are no finite numbers"),
+        ({"rows": ROW, "wire_dtype": INT8}, NAN + bytes(4), "scales that are not finite numbers"),
+        ({"rows": ROW, "wire_dtype": INT8}, b"\0\0\x80\xbf" + bytes(4), "scales that are not finite numbers"),
+        ({"rows": ps_pb2.Rows(all=True), "wire_dtype": INT8}, NAN + bytes(16), "scales that are not finite numbers"),
         ({"rows": ROW, "wire_dtype": INT8}, bytes(9), "got 9 bytes of values .* expected 8"),
         ({"rows": ROW, "wire_dtype": 9}, bytes(8), "unknown wire type 9"),
         ({"rows": ps_pb2.Rows(all=True), "elements": 2}, UNSORTED + bytes(8), "not ascending ones below 16"),
@@ -353,7 +353,7 @@ NAN, UNSORTED, BEYOND = (np.array(numbers, "<u4").tobytes() for numbers in ([0x7
             "17 elements of a shard of 'v1', which has 16",
         ),
         ({"rows": ROW, "elements": 1}, bytes(8), "single elements of rows"),
-        ({"rows": ROW, "wire_dtype": INT8, "kind": ps_pb2.ADD}, bytes(8), "no gradient"),
+        ({"rows": ROW, "wire_dtype": INT8, "kind": ps_pb2.ADD}, bytes(8), "is not a gradient"),
         ({"rows": ROW, "wire_dtype": INT8, "gradients": 2}, bytes(8), "several gradients"),
         ({"rows": ROW, "wire_dtype": INT8, "variable": 7}, bytes(6), "'v7' is float16: only float32 is sent as int8"),
     ],

@@ -198,13 +198,13 @@ class ServedParams:
             raise MisuseError(f"{self.name!r} was served without a state: leave state= out")
         assign_all(values | self._values_of(state, "values of the state", 1), self.variables)
 
-    def _values_of(self, tree: Any, what: str, part: int = 0) -> dict[str, Array]:
+    def _values_of(self, tree: Any, label: str, part: int = 0) -> dict[str, Array]:
         """Return the arrays of a tree, by the names of their variables; as `_leaves_of`."""
-        leaves = self._leaves_of(tree, what, part)
+        leaves = self._leaves_of(tree, label, part)
         names = self.served[self._parts[0].num_leaves :] if part else self.served
         return {name: np.asarray(leaf) for name, leaf in zip(names, leaves, strict=False) if name}
 
-    def _leaves_of(self, tree: Any, what: str, part: int = 0) -> Sequence[Any]:
+    def _leaves_of(self, tree: Any, label: str, part: int = 0) -> Sequence[Any]:
         """Return what a tree has in place of each leaf. InvalidUpdateError if its structure is another one.
 
         One that has the same leaves by their paths is taken, too, such as the `nnx.State` that flax's `nnx.grad` makes
@@ -230,7 +230,7 @@ class ServedParams:
                 return [None if index is None else paths[index][1] for index in order]
             why = ", ".join(differences[:3]) or str(error)[:300]
             raise InvalidUpdateError(
-                f"these {what} are not a tree like that of {self.name!r}: {why}; give a tree like that of read()"
+                f"these {label} are not a tree like that of {self.name!r}: {why}; give a tree like that of read()"
             ) from None
         return leaves
 
@@ -327,12 +327,12 @@ def serve(params: Any, optimizer: Optimizer, *, state: Any = None, name: str = "
     return ServedParams(name, optimizer, variables, tuple(paths), tuple(served), tuple(rest), skeleton, of_state)
 
 
-def check_finite(names: Iterable[str], arrays: Iterable[Array], what: str = "gradient") -> None:
+def check_finite(names: Iterable[str], arrays: Iterable[Array], label: str = "gradient") -> None:
     """Raise InvalidUpdateError, which names the gradients that have NaN or infinity."""
     if bad := nonfinite(dict(zip(names, arrays, strict=True))):
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise InvalidUpdateError(
-            f"NaN or infinity in the {what} of {', '.join(bad[:3])}{more}: nothing was applied; lower the learning "
+            f"NaN or infinity in the {label} of {', '.join(bad[:3])}{more}: nothing was applied; lower the learning "
             'rate, clip (global_clipnorm=), or have the optimizer skip such steps (nonfinite="skip")'
         )
 

@@ -50,7 +50,7 @@ class JaxCopy(Copy):
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, self._start, x, y, weights, of="train")
+        fetched = self._fetched(tables, trainable, others, self._start, x, y, weights, call="train")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         loss, logs, (gradients, of_rows), changes, self._states = self._train_step(
             (trainable, rows), places, others, self._states, self._start, x, y, weights
@@ -77,7 +77,7 @@ class JaxCopy(Copy):
     ) -> tuple[float, list[Any]]:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, metrics, x, y, weights, of="test")
+        fetched = self._fetched(tables, trainable, others, metrics, x, y, weights, call="test")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         loss, after = self._test_step((trainable, rows), places, others, self._states, metrics, x, y, weights)
         return float(loss), [np.asarray(value) for value in after]
@@ -85,22 +85,22 @@ class JaxCopy(Copy):
     def _predict(self, values: Sequence[Array], tables: Sequence[Variable], x: Any) -> Any:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, x, of="predict")
+        fetched = self._fetched(tables, trainable, others, x, call="predict")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         return self._outputs((trainable, rows), places, others, self._states, x)
 
     # Tables
 
-    def _fetched(self, tables: Sequence[Variable], *arguments: Any, of: str) -> list[Rows]:
-        """Compute the ids that a step looks up, one `of` training, test or prediction, and fetch their rows."""
+    def _fetched(self, tables: Sequence[Variable], *arguments: Any, call: str) -> list[Rows]:
+        """Compute the ids that a step of `call` ("train", "test" or "predict") looks up, and fetch their rows."""
         if not self.tables:
             return []
         zeros = [np.zeros(table.width, table.dtype) for table in self.tables]
         trainable, others, *batch = arguments
-        if of not in self._checked:
-            self._check_lookups(self._runs[of], zeros, trainable, others, self._states, *batch)
-            self._checked.add(of)
-        lookups = self._ids[of](zeros, trainable, others, self._states, *batch)
+        if call not in self._checked:
+            self._check_lookups(self._runs[call], zeros, trainable, others, self._states, *batch)
+            self._checked.add(call)
+        lookups = self._ids[call](zeros, trainable, others, self._states, *batch)
         return fetch(tables, [[np.asarray(ids) for ids in of_table] for of_table in lookups])
 
     def _looked_up(

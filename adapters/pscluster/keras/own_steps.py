@@ -45,7 +45,7 @@ class AppliedGradients:
             places = [self._at.get(id(variable), -1) for variable in trainable_variables]
             if -1 in places:
                 raise MisuseError(
-                    f"{self._name}.train_step applies gradients to a variable that is no trainable weight"
+                    f"{self._name}.train_step applies gradients to a variable that is not a trainable weight"
                 )
             self._add(places, grads)
 

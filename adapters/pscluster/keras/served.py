@@ -271,17 +271,17 @@ class ServedModel:
         self._check(copy, "model_fn has made another model here than when it was served: here it has")
         return copy
 
-    def _check(self, copy: Copy, what: str, *, names: bool = True) -> None:
+    def _check(self, copy: Copy, label: str, *, names: bool = True) -> None:
         """Raise MisuseError unless a model has the weights that are served."""
         mine, theirs = self.weights, copy.describe()
         for one, other in zip(mine, theirs, strict=False):
             if one[not names :] != other[not names :]:
                 raise MisuseError(
-                    f"{what} {_shown(other)} where {self.name!r} has {_shown(one)}: give the same layers, in the same "
+                    f"{label} {_shown(other)} where {self.name!r} has {_shown(one)}: give the same layers, in the same "
                     "order"
                 )
         if len(mine) != len(theirs):
-            raise MisuseError(f"{what} {len(theirs)} weights, and {self.name!r} has {len(mine)}: give the same layers")
+            raise MisuseError(f"{label} {len(theirs)} weights, and {self.name!r} has {len(mine)}: give the same layers")
 
     def __getattr__(self, name: str) -> Any:
         """Say what to write for what a plain model has, such as `fit` and `save`. AttributeError."""

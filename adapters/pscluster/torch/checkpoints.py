@@ -31,7 +31,7 @@ def load_checkpoint(module: nn.Module, saved: Mapping[str, Array], name: str | N
     for key, tensor in own.items():
         if prefix + key not in saved:
             raise CheckpointMismatchError(
-                f"the checkpoint has no variable {prefix + key!r}: give the name with which it was served"
+                f"the checkpoint has no variable {prefix + key!r}: give the name under which it was served"
             )
         value = saved[prefix + key]
         if value.shape != tuple(tensor.shape):

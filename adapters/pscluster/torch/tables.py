@@ -231,7 +231,7 @@ class Table:
         known = self.summed_gradient()
         if self._summed is None or known is None or known.shape != gradient.shape:
             raise MisuseError(
-                f"the gradient of table {self.name!r} can be replaced only by one of as many rows: it has "
+                f"the gradient of table {self.name!r} can be replaced only by one with as many rows: it has "
                 f"{'none' if known is None else len(known)}, and was set to {tuple(gradient.shape)}"
             )
         self._summed = self._summed[0], gradient

@@ -36,12 +36,12 @@ PS_TIMEOUT = 600.0
 
 
 @functools.cache
-def _warn_outside(method: str, what: str) -> None:
+def _warn_outside(method: str, consequence: str) -> None:
     logger.warning(
         "strategy.%s() outside a scheduled function %s: call it in a function that is given to "
         "ClusterCoordinator.schedule()",
         method,
-        what,
+        consequence,
     )
 
 
@@ -258,7 +258,7 @@ class ParameterServerStrategy(ElasticStrategy):
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Do what it does in a scheduled function, with this value alone; the log warns of that, once."""
-        _warn_outside("reduce", "has only the value that it is given, and none of workers'")
+        _warn_outside("reduce", "has only the value that it is given, and none from the workers")
         return super().reduce(reduce_op, value, axis)
 
     @property

@@ -202,7 +202,7 @@ def current_function() -> FunctionContext | None:
     steps = [context for context in contexts if context.function]
     if len(steps) > 1 and steps[-1].turn is None:
         raise MisuseError(
-            f"this thread has been started by one of {len(steps)} replicas that run here, and it is unclear by which: "
+            f"this thread was started by one of the {len(steps)} replicas of this process, and it is unclear which: "
             "start it with target=contextvars.copy_context().run and the function as the first argument"
         )
     return next(reversed(steps or contexts), None)

@@ -110,7 +110,7 @@ POINTS: dict[str, str] = {
     "coordinator.close.before": "a worker is lost, and no server has shut it out",
     "coordinator.close.after": "all servers have, and no worker has its functions",
     "coordinator.retry.after": "its functions wait again",
-    "coordinator.move.before": "a server has registered from another place, and nobody dials it there",
+    "coordinator.move.before": "a server has registered from another place, and is not dialled there yet",
     "coordinator.move.after": "the coordinator dials it there, and the workers were not told",
     "coordinator.freeze.before": "a shard was copied while it changed, and its source is not frozen",
     "coordinator.commit_move.before": "all of it has come to its target, and the source is frozen",

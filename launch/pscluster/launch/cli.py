@@ -49,7 +49,7 @@ def scale(run: str, workers: int) -> None:
         folder.request_workers(workers)
     except (CheckpointError, MisuseError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"{folder.name} is asked for {workers} workers")
+    click.echo(f"asked {folder.name} for {workers} workers")
 
 
 def _row(folder: RunFolder) -> list[str]:

@@ -335,7 +335,7 @@ def _fans(shape: Shape) -> tuple[int, int]:
     return inputs * size, outputs * size
 
 
-def _check_held(what: str, value: float, dtype: np.dtype[Any]) -> None:
+def _check_held(subject: str, value: float, dtype: np.dtype[Any]) -> None:
     with np.errstate(over="ignore"):
         if not np.isfinite(dtype.type(float(value))):
-            raise ValueError(f"{what}, which {dtype} can't hold: give smaller parameters or a wider type")
+            raise ValueError(f"{subject}, which {dtype} can't hold: give smaller parameters or a wider type")

@@ -205,7 +205,7 @@ def check_table(spec: ps_pb2.VariableSpec) -> None:
     ):
         raise ProtocolError(
             f"table {spec.name!r} is {spec.dtype}{list(partition.shape)} in {list(partition.grid)} shards, which are "
-            f"no rows of {spec.table.dim} values, updated at once"
+            f"not rows of {spec.table.dim} values, updated at once"
         )
     if not spec.table.capacity and partition.shape[0] != partition.num_shards * GROWING_ROWS:
         raise ProtocolError(f"table {spec.name!r} is not limited, and has a shape of {partition.shape[0]:,} rows")

@@ -169,10 +169,10 @@ class DTensor(ArrayMethods, StaysHere):
             for at, device in enumerate(session_of(self.mesh).devices)
         ]
 
-    def _check_replicated(self, what: str) -> None:
+    def _check_replicated(self, call: str) -> None:
         if not self.layout.is_replicated:
             raise ShardedGatherError(
-                f"{what} of an array of shape {self.shape} that is sharded by [{', '.join(self.layout.specs)}] would "
+                f"{call} of an array of shape {self.shape} that is sharded by [{', '.join(self.layout.specs)}] would "
                 "gather it: call full() if that is meant, or relayout() it first"
             )
 

@@ -104,7 +104,7 @@ def test_why_a_plan_does_not_fit() -> None:
         why_outdated(plan, {**here, ("t", move.shard): 1}, 2)
         == f"shard {move.shard} of 't' is now on ps 1, not on ps 0"
     )
-    assert why_outdated(plan, here, 1) == f"ps 1, to which shard {move.shard} of 't' was to move, was removed"
+    assert why_outdated(plan, here, 1) == f"ps 1 was removed, where shard {move.shard} of 't' was to go"
 
 
 def test_loads_are_those_that_servers_report() -> None:

@@ -361,9 +361,9 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
     spec = ps_pb2.VariableSpec()
     spec.CopyFrom(next(each for each in client.directory()[0].variables if each.id == table.id))
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"dtype": "float64"}, "no rows of 4 values"),
-        ({"asynchronous": False}, "no rows of 4 values"),
-        ({"table": ps_pb2.TableSpec(dim=3, initializer="zeros")}, "no rows of 3 values"),
+        ({"dtype": "float64"}, "not rows of 4 values"),
+        ({"asynchronous": False}, "not rows of 4 values"),
+        ({"table": ps_pb2.TableSpec(dim=3, initializer="zeros")}, "not rows of 3 values"),
         ({"table": ps_pb2.TableSpec(dim=4, initializer="he_normal", numbers='{"seed": 1}')}, "depend on the number"),
         ({"table": ps_pb2.TableSpec(dim=4)}, "no initializer ''"),
         (

@@ -263,7 +263,7 @@ def test_the_command_scale(tmp_path: Path) -> None:
         code, output = command("scale", str(path), "4")
         assert code == 1
         assert "has 1 to 3 workers, not 4" in output
-        assert command("scale", f"{path}/", "3") == (0, "asked is asked for 3 workers\n")
+        assert command("scale", f"{path}/", "3") == (0, "asked asked for 3 workers\n")
         wait(lambda record: len(record["metrics"]) == 3)
         (tmp_path / "enough").touch()
     code, output = command("scale", str(path), "3")

@@ -201,7 +201,7 @@ def test_what_the_target_refuses(sides: tuple[Side, Side]) -> None:
         with pytest.raises(PsClusterError):
             target.ask(Request.STAGE, state=ps_pb2.ShardState(arrays=[array]))
     target.ask(Request.STAGE)
-    with pytest.raises(ProtocolError, match="of which only nothing has come"):
+    with pytest.raises(ProtocolError, match="but only nothing has arrived"):
         target.ask(Request.COMMIT, state=reply.state, spec=spec)
     copy(source, target, reply, 0)
     with pytest.raises(ProtocolError, match="3 bytes for pages that take 16"):

@@ -151,7 +151,7 @@ def test_more_than_fits_before_what_is_awaited() -> None:
     posted = Posted(1, 1, memoryview(bytearray(8)), lambda _posted: None)
     with mailbox.reading_here(posted):
         assert mailbox.arrive(1, 1, 1000) is not None
-        with pytest.raises(ProtocolError, match="more than fits"):
+        with pytest.raises(ProtocolError, match="more than there is room for"):
             mailbox.arrive(1, 1, 1000)
     waiting = threading.Thread(target=mailbox.arrive, args=(1, 1, 1000), daemon=True)
     waiting.start()

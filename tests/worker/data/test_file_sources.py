@@ -463,7 +463,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "the column 'b' of '.*latin.csv' has text that is not UTF-8: .*types={'b': 'binary'} to read it as bytes",
     ),
     (lambda: sources.csv("ab.csv", columns=["c"]), "'.*ab.csv' has no column 'c': its columns are 'a', 'b'"),
-    (lambda: sources.csv("ab.csv", types={"a": "floaty"}), "types has 'floaty' for 'a', which is no type"),
+    (lambda: sources.csv("ab.csv", types={"a": "floaty"}), "types has 'floaty' for 'a', which is not a type"),
     (lambda: sources.csv("ab.csv", types={"c": "int8"}), "the selection of types= has no column 'c'"),
     (lambda: sources.csv("ab.csv", delimiter=",,"), "delimiter is ',,'; it must be one ASCII character"),
     (lambda: sources.csv("ab.csv", quoting=False, quoted_newlines=True), "without quotes all line breaks end a line"),

@@ -245,7 +245,7 @@ class WorkerService:
 
     def recall(self, request: worker_pb2.RecallRequest, _context: grpc.ServicerContext) -> worker_pb2.RecallReply:
         if len(request.functions) != len(request.positions):
-            raise ProtocolError("a recall needs as many positions as functions")
+            raise ProtocolError("a recall needs a position for each function")
         runner = self._role.runner(request.incarnation)
         if runner is not None:
             if request.end_process:

@@ -17,7 +17,7 @@ OF_CLIENTS = (
     Metric("pushed_bytes_total", "counter", "bytes sent in updates", ("server",)),
     Metric("server_reconnects_total", "counter", "requests repeated because a server was unreachable", ("server",)),
     Metric("residual_bytes", "gauge", "bytes kept of gradients, which their encoding has lost"),
-    Metric("residual_rows", "gauge", "rows of which something is kept, each dense gradient as one"),
+    Metric("residual_rows", "gauge", "rows with a residual, counting each dense gradient as one"),
     Metric("residual_rows_dropped_total", "counter", "rows whose residuals were dropped for lack of memory"),
 )
 """Metrics of a role with a client of the parameter servers."""

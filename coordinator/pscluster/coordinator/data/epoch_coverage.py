@@ -32,7 +32,7 @@ class EpochCoverage:
     def __init__(
         self, length: int, used: int, state: Mapping[str, Any] | None = None, files: FileList | None = None
     ) -> None:
-        assert used > 0, "an empty epoch would never be assigned, and be over at once"
+        assert used > 0, "an empty epoch would never be assigned, and so would be over at once"
         self.length = length
         self.used = used
         self.files = files

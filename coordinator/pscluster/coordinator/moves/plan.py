@@ -155,7 +155,7 @@ def why_outdated(plan: Plan, places: Mapping[tuple[str, int], int], num_servers:
         if server != move.source:
             return f"shard {move.shard} of {move.variable!r} is now on ps {server}, not on ps {move.source}"
         if not 0 <= move.target < num_servers:
-            return f"ps {move.target}, to which shard {move.shard} of {move.variable!r} was to move, was removed"
+            return f"ps {move.target} was removed, where shard {move.shard} of {move.variable!r} was to go"
     for cut in plan.cuts:
         shards = sum(variable == cut.variable for variable, _ in places)
         if not shards:

@@ -144,8 +144,8 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
     trace.name("process", "workers", _WORKERS, sort_index=_WORKERS)
     for index, worker in sorted(workers.items()):
         trace.name("thread", str(worker.peer), _WORKERS, index + 1, index)
-        for what, row in _BESIDE.items():
-            _add_beside(trace, worker, what, row + index)
+        for label, row in _BESIDE.items():
+            _add_beside(trace, worker, label, row + index)
     for function_id, tries in sorted(by_function.items()):
         tries.sort(key=lambda attempt: attempt.sent)
         whole = Span(min(attempt.scheduled for attempt in tries), tries[-1].end)
@@ -227,22 +227,22 @@ def _add_run(
             trace.slice(title, busy, _STEPS, row)
 
 
-def _add_beside(trace: _Trace, worker: Recorded, what: str, row: int) -> None:
+def _add_beside(trace: _Trace, worker: Recorded, label: str, row: int) -> None:
     """Add the requests of one kind that a worker has made in the background, one call after the other."""
     there = sorted(
         (
             (worker.span(request.begin, request.end), request)
             for request in worker.asked
-            if request.what == what + BACKGROUND and request.begin + worker.offset >= trace.origin
+            if request.what == label + BACKGROUND and request.begin + worker.offset >= trace.origin
         ),
         key=lambda timed: timed[0],
     )
     if there:
-        trace.name("thread", f"{worker.peer}, {what}", _WORKERS, row, worker.peer.index)
+        trace.name("thread", f"{worker.peer}, {label}", _WORKERS, row, worker.peer.index)
     for call in _calls(there):
         whole = Span(min(span.begin for span, _ in call), max(span.end for span, _ in call))
         requests = [{"server": request.server, "function": request.function} for _, request in call]
-        trace.slice(what, whole, _WORKERS, row, requests=requests)
+        trace.slice(label, whole, _WORKERS, row, requests=requests)
 
 
 def _calls(

@@ -221,7 +221,7 @@ class GangQueue(FunctionQueue):
         if workers is None:
             there = [peer.index for peer in self.context.workers]
             if not there:
-                raise MisuseError("no worker has joined the cluster yet, so there is none to run a function together")
+                raise MisuseError("no worker has joined the cluster yet, so no function can run on several")
             return self._dispatcher.places(there), len(there)
         if isinstance(workers, Sequence) and not isinstance(workers, str | bytes):
             indices = [checks.whole("a worker's index", index, at_least=0) for index in workers]

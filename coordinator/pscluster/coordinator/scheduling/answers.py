@@ -73,7 +73,7 @@ class Answers:
             try:
                 self._take(index, connection.incarnation, question)
             except Exception:
-                logger.exception("a question from %s can't be taken", self._state.workers[index].peer)
+                logger.exception("can't take a question from %s", self._state.workers[index].peer)
 
     def _take(self, index: int, incarnation: int, message: worker_pb2.Question) -> None:
         function, number = message.function, message.number

@@ -127,7 +127,7 @@ class LoadedDelta:
         if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
             at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))
             raise CheckpointError(
-                f"{path} is not a readable delta: id {ids[at]} (position {at:,}) is none of {header.shape[0]:,} rows"
+                f"{path} is not a readable delta: id {ids[at]} (position {at:,}) is not one of {header.shape[0]:,} rows"
             )
         delta = Delta(str(path), header.table, header.since, header.version, len(ids))
         return LoadedDelta(delta, header, ids, rows)

@@ -175,7 +175,7 @@ class SynchronousStrategy(ParameterServerStrategy):
         if done == steps:
             return results.merge(of_replicas)
         error = EndOfDatasetError(
-            f"the data of a replica has ended after {done} of {steps} steps: all replicas have stopped there. Begin a "
+            f"the data of a replica ended after {done} of {steps} steps, and all replicas stopped there: begin a "
             "new iter() of the dataset, or make it endless"
         )
         error.steps, error.results = done, results.merge(of_replicas) if done else None

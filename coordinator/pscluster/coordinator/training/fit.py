@@ -265,8 +265,8 @@ class Fit:
         done, of_replicas = self._coordinator.take_steps(self._run, (iterator, 1), None, work.units, collect)
         if done < work.units:
             raise EndOfDatasetError(
-                f"the data of a replica has ended after {self._batches + done} of {self._feed.per_epoch} steps of "
-                f"epoch {self._state.epoch + 1}. Each epoch goes on in the data where the last one has ended: make it "
+                f"the data of a replica ended after {self._batches + done} of {self._feed.per_epoch} steps of "
+                f"epoch {self._state.epoch + 1}. An epoch continues in the data where the last one ended: make it "
                 "endless, or give fewer steps_per_epoch or epochs"
             )
         self._add(self._name, logs_of_replicas(of_replicas), work, work.units)

@@ -140,11 +140,11 @@ class Layout:
         spec = self.specs[axis]
         return 1 if spec == UNSHARDED else self.mesh[spec]
 
-    def check_shape(self, shape: Sequence[int], what: str = "an array") -> None:
+    def check_shape(self, shape: Sequence[int], label: str = "an array") -> None:
         """Raise LayoutError if an array of this shape has not as many axes as the layout."""
         if len(shape) != self.rank:
             raise LayoutError(
-                f"{what} of shape {tuple(shape)} has {len(shape)} axes, but the layout has {self.rank}: "
+                f"{label} of shape {tuple(shape)} has {len(shape)} axes, but the layout has {self.rank}: "
                 f"[{', '.join(self.specs)}]; give one entry for each axis"
             )
 

@@ -319,6 +319,6 @@ def _check(request: node_pb2.AttachRequest) -> None:
     check_count(len(request.frozen) + len(request.arriving), MAX_COUNT, "shards that move")
     check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
     if len(request.finished_starts) != len(request.finished_stops):
-        raise ProtocolError("intervals of functions need as many stops as starts")
+        raise ProtocolError("intervals of functions need a stop for each start")
     if not 0 <= request.ps_timeout < threading.TIMEOUT_MAX:
         raise ProtocolError(f"ps_timeout is {request.ps_timeout} s; give one from 0 to {threading.TIMEOUT_MAX:g} s")

@@ -36,7 +36,9 @@ LOG_FORMATS = ("text", "json")
 LOG_FORMAT_VARIABLE = "PSCLUSTER_LOG_FORMAT"
 
 
-def log_options(level: str = "INFO", of: str = "Log to standard error from this level on.") -> Callable[[Any], Any]:
+def log_options(
+    level: str = "INFO", help_text: str = "Log to standard error from this level on."
+) -> Callable[[Any], Any]:
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command = click.option(
@@ -53,7 +55,7 @@ def log_options(level: str = "INFO", of: str = "Log to standard error from this 
             default=level,
             show_default=True,
             type=click.Choice(LOG_LEVELS, case_sensitive=False),
-            help=f"{of} Or $PSCLUSTER_LOG_LEVEL.",
+            help=f"{help_text} Or $PSCLUSTER_LOG_LEVEL.",
         )(command)
 
     return decorate

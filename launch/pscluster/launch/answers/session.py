@@ -237,11 +237,11 @@ class Session:
     def _is_late(self, waiting: Mapping[int, _Waiting], now: float) -> bool:
         return any(now - known.since > self._seconds for known in waiting.values())
 
-    def _fail(self, what: str, waiting: Mapping[int, _Waiting], number: int = 0) -> list[Action]:
+    def _fail(self, subject: str, waiting: Mapping[int, _Waiting], number: int = 0) -> list[Action]:
         missing = ", ".join(str(self._rank(member)) for member in self._missing(waiting, number))
         error = MemberTimeoutError(
-            f"{what} has waited {self._seconds:g} s for rank {missing}: every rank has to call report(), barrier() and "
-            "broadcast() as often as the others, in the same order. If it only takes longer, give "
+            f"{subject} has waited {self._seconds:g} s for rank {missing}: every rank has to call report(), barrier() "
+            "and broadcast() as often as the others, in the same order. If it only takes longer, give "
             "RunConfig(report_timeout=) more seconds"
         )
         return [Answer(known.question, error=error) for known in waiting.values()]

@@ -41,13 +41,13 @@ class Requests:
         if workers is None:
             return
         if not fewest <= workers <= most:
-            logger.warning("%s is asked for %d workers, but has %d to %d", self._folder.name, workers, fewest, most)
+            logger.warning("%s was asked for %d workers, but has %d to %d", self._folder.name, workers, fewest, most)
             return
         self._thread = threading.Thread(target=self._carry_out, args=(workers,), name="scale", daemon=True)
         self._thread.start()
 
     def _carry_out(self, workers: int) -> None:
-        logger.info("%s is asked for %d workers", self._folder.name, workers)
+        logger.info("%s was asked for %d workers", self._folder.name, workers)
         try:
             self._scale(workers)
         except PsClusterError as error:

@@ -314,13 +314,13 @@ class Moves:
         arrays = {name: staged.arrays[name] for name in state.arrays if name in staged.arrays}
         if len(arrays) != len(state.arrays) or "value" not in arrays or spec.id != variable:
             came = ", ".join(staged.arrays) or "nothing"
-            raise ProtocolError(f"a move of {spec.name!r} of which only {came} has come")
+            raise ProtocolError(f"a move of {spec.name!r}, but only {came} has arrived")
         if index >= len(spec.owners) or spec.owners[index] != store.index:
             raise ProtocolError(f"a move of shard {index} of {spec.name!r}, which is not to ps {store.index}")
         if state.term != store.term:
             raise StaleError("the servers are not in one term: a restore was broken off")
         if staged.row_limit and state.rows != staged.shape[0]:
-            raise ProtocolError(f"a move of {state.rows:,} rows of {spec.name!r}, of which {staged.shape[0]:,} came")
+            raise ProtocolError(f"a move of {state.rows:,} rows of {spec.name!r}, but {staged.shape[0]:,} have arrived")
         shard = Shard(arrays["value"], state.updates, staged.row_limit)
         shard.put(arrays)
         shard.steps.update(state.steps)

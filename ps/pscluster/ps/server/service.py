@@ -246,7 +246,7 @@ class ParameterServerService:
         if request.saved:
             self._role.manager.save()
         if request.seen:
-            check_count(len(request.seen), MAX_COUNT, "shards of which updates were seen")
+            check_count(len(request.seen), MAX_COUNT, "shards whose updates were seen")
             store.note_lost((seen.variable, seen.shard, seen.boot_id, seen.updates) for seen in request.seen)
             self._role.manager.write_losses()
         reply = store.describe(variables, optimizers, request.all, request.moved)
@@ -273,7 +273,7 @@ class ParameterServerService:
     ) -> ps_pb2.FinishFunctionsReply:
         store = self._store_of(request.job)
         if len(request.starts) != len(request.stops):
-            raise ProtocolError("intervals of functions need as many stops as starts")
+            raise ProtocolError("intervals of functions need a stop for each start")
         check_count(len(request.starts), MAX_COUNT, "intervals of functions")
         check_count(len(request.keys), MAX_COUNT, "keys of functions")
         store.finish_functions(

@@ -314,7 +314,7 @@ def _check_move(store: Store, request: ps_pb2.Request, context: grpc.ServicerCon
     store.check_job(request.move.job)
     carries = request.move.action in (ps_pb2.MoveRequest.WRITE, ps_pb2.MoveRequest.FILL)
     if not carries or not 0 < request.total_bytes <= MOVE_BYTES:
-        raise ProtocolError(f"{request.total_bytes:,} bytes that are no pages of a shard; the limit is {MOVE_BYTES:,}")
+        raise ProtocolError(f"{request.total_bytes:,} bytes that are not pages of a shard; the limit is {MOVE_BYTES:,}")
 
 
 def _restore_request(data: memoryview) -> ps_pb2.RestoreRequest:

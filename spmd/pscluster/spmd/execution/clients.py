@@ -79,11 +79,11 @@ class _Compared(AmongWorkers):
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        what: str,
+        label: str,
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Exchange, as one collective. Raise MisuseError if a client has done something else."""
-        super().swap(outgoing, incoming, f"{what} ({self._before})", meanwhile)
+        super().swap(outgoing, incoming, f"{label} ({self._before})", meanwhile)
 
 
 class ClientSession(Session):
@@ -189,11 +189,11 @@ def _difference(rank: int, mesh: Mesh, first: Mesh) -> str:
     return f"device {nth} is {device} for client {rank}, and {other} for client 0"
 
 
-def _gathered(replica: ReplicaContext, text: str, what: str) -> list[str]:
+def _gathered(replica: ReplicaContext, text: str, label: str) -> list[str]:
     """Return the text of each replica."""
     data = text.encode()
     if len(data) > _MAX_TEXT:
         raise MisuseError(f"{len(data):,} bytes are described to the other clients; at most {_MAX_TEXT:,} can be")
     ranks = range(replica.num_replicas)
     exchange = AmongWorkers(replica, ranks, user_place())
-    return [theirs.decode() for theirs in gather_bytes(exchange, len(ranks), data, what)]
+    return [theirs.decode() for theirs in gather_bytes(exchange, len(ranks), data, label)]

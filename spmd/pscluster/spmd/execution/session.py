@@ -374,8 +374,8 @@ class Session:
         for running in sent:  # in order: programs may end in another one, but the first error is the cause
             if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise WaitTimeoutError(
-                    f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
-                    "(coordinator.explain() says what waits for what); it goes on"
+                    f"not computed within {timeout:g} s: workers of the mesh are computing, busy with something else, "
+                    "or gone (coordinator.explain() says what is waiting for what); the computation continues"
                 )
 
     # Sending

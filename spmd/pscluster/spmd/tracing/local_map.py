@@ -205,11 +205,11 @@ def _fits(layouts: Any, value: Any) -> bool:
     return isinstance(layouts, list | tuple) and len(layouts) == len(value)
 
 
-def _layout(given: Any, mesh: Mesh, what: str) -> Layout:
+def _layout(given: Any, mesh: Mesh, label: str) -> Layout:
     if isinstance(given, Layout):
         return given
     if not _is_specs(given):
-        raise LayoutError(f"{what} of local_map: {given!r:.100} is not a layout: give Layout(specs, mesh), or specs")
+        raise LayoutError(f"{label} of local_map: {given!r:.100} is not a layout: give Layout(specs, mesh), or specs")
     return Layout(given, mesh)
 
 

@@ -202,25 +202,25 @@ class DVariable(DTensor):
         update_together(kind, [(self, value)])
         return self
 
-    def fitting(self, value: Any, what: str, *, broadcast: bool = False) -> DTensor:
+    def fitting(self, value: Any, label: str, *, broadcast: bool = False) -> DTensor:
         """Return a value for it as a global array of its mesh, shape and type; for internal use. Raises as `assign`."""
         if not isinstance(value, DTensor):
             value = numeric(value)
         elif value.mesh != self.mesh:
             raise LayoutError(
-                f"variable {self.name!r} lies on {self.mesh!r}, and the {what} on {value.mesh!r}: give an array of the "
-                "variable's mesh, such as distribute(array.full(), variable.layout)"
+                f"variable {self.name!r} lies on {self.mesh!r}, and the {label} on {value.mesh!r}: give an array of "
+                "the variable's mesh, such as distribute(array.full(), variable.layout)"
             )
         if value.shape != self.shape and not (broadcast and not value.shape):
             raise InvalidUpdateError(
-                f"variable {self.name!r} has shape {self.shape}, but the {what} has shape {value.shape}"
+                f"variable {self.name!r} has shape {self.shape}, but the {label} has shape {value.shape}"
             )
         if isinstance(value, np.ndarray):
-            value = converted(value, self.dtype, self.name, what, overflow=not broadcast)
+            value = converted(value, self.dtype, self.name, label, overflow=not broadcast)
             return distribute(np.broadcast_to(value, self.shape), self.layout)
         if not np.can_cast(value.dtype, self.dtype, "same_kind"):  # it would lose its fraction, or imaginary part
             raise InvalidUpdateError(
-                f"variable {self.name!r} is {self.dtype}, but the {what} is {value.dtype}: convert it with astype()"
+                f"variable {self.name!r} is {self.dtype}, but the {label} is {value.dtype}: convert it with astype()"
             )
         if value.dtype != self.dtype:
             value = value.astype(self.dtype)

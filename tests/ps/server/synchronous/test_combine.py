@@ -179,14 +179,14 @@ def test_what_is_no_piece_is_refused_when_it_comes(store: Store, fields: dict[st
     for name, value in fields.items():
         item = sent.request.items[0]
         item.rows.CopyFrom(value) if name == "rows" else setattr(item, name, value)
-    with pytest.raises(ProtocolError, match="no piece of a gradient of 'w'"):
+    with pytest.raises(ProtocolError, match="not a piece of a gradient of 'w'"):
         update_checks.changes_of(store, sent.request, 16)
 
 
 def test_only_a_contribution_may_have_pieces(store: Store) -> None:
     sent = pieces_of(store, 0, (0, [1]))
     sent.request.ClearField("contribution")
-    with pytest.raises(ProtocolError, match="no piece of a gradient"):
+    with pytest.raises(ProtocolError, match="not a piece of a gradient"):
         update_checks.changes_of(store, sent.request, 16)
 
 
@@ -226,7 +226,7 @@ def test_changes_that_differ_are_refused(store: Store, other: dict[str, Any]) ->
         ({"slot": "momentum", "gradients": 1}, "by 1 gradients; the limit is 0"),
         ({"gradients": 1 << 20}, "by 1048576 gradients; the limit is 1024"),
         ({"slot": "momentum", "gradients": 0}, "the slot 'momentum', which 'sgd' does not have"),
-        ({"offset": 16}, "no piece of a gradient of 'w'"),
+        ({"offset": 16}, "not a piece of a gradient of 'w'"),
         ({"optimizer": 99}, "optimizer"),
     ],
 )

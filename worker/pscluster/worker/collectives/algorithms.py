@@ -199,12 +199,12 @@ def _others(links: Links) -> list[int]:
     return [(links.rank + step) % links.size for step in range(1, links.size)]
 
 
-def _messages(of: Outgoing) -> Iterable[Sequence[memoryview]]:
-    return [[piece] for piece in _pieces(of)] if isinstance(of, memoryview) else of
+def _messages(memory: Outgoing) -> Iterable[Sequence[memoryview]]:
+    return [[piece] for piece in _pieces(memory)] if isinstance(memory, memoryview) else memory
 
 
-def _places(of: Incoming) -> Sequence[memoryview]:
-    return _pieces(of) if isinstance(of, memoryview) else of
+def _places(memory: Incoming) -> Sequence[memoryview]:
+    return _pieces(memory) if isinstance(memory, memoryview) else memory
 
 
 def _pieces(memory: memoryview) -> list[memoryview]:

@@ -309,7 +309,7 @@ class MemberLinks:
             if silence.is_due():
                 if self.mailbox.has_ended(posted.source):
                     raise MemberTimeoutError(
-                        f"{self.gang.members[posted.source]} has returned, and what it has sent last has not come for "
+                        f"{self.gang.members[posted.source]} has returned, and its last message has not come for "
                         f"{self.gang.seconds:g} s: the connection to it is broken"
                     )
                 self.check_answer([posted.source], "sent nothing")
@@ -355,10 +355,10 @@ class MemberLinks:
             self._reading = None
             reading.give_back()
 
-    def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None:
+    def check_answer(self, ranks: Collection[int], failing: str, spare: int = 0) -> None:
         """Raise MemberTimeoutError if the workers of more than `spare` of these members do not answer.
 
-        Otherwise log who is awaited. `what` says what they have not done for as long as a worker may be silent.
+        Otherwise log who is awaited. `failing` says what they have not done for as long as a worker may be silent.
         """
         seconds, silent = self.gang.seconds, list[Member]()
         for rank in ranks:
@@ -369,11 +369,11 @@ class MemberLinks:
                 silent.append(member)
                 if len(silent) > spare:
                     names = " and ".join(map(str, silent))
-                    raise MemberTimeoutError(f"{names} has {what} for {seconds:g} s, and {_SILENT}")
+                    raise MemberTimeoutError(f"{names} has {failing} for {seconds:g} s, and {_SILENT}")
         if ranks:
             names = " and ".join(f"replica {rank}" for rank in ranks)
             why = "though its worker answers: it computes, or hangs"
-            logger.warning("replica %d waits: %s has %s for %g s, %s", self.rank, names, what, seconds, why)
+            logger.warning("replica %d waits: %s has %s for %g s, %s", self.rank, names, failing, seconds, why)
 
     def _wait_ready(self, link: Link) -> None:
         awake = AwakeTime(CHECK_SECONDS)

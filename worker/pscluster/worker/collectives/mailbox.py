@@ -78,7 +78,7 @@ class _Source:
         """Hold back the source's thread. Under the lock."""
         if not there_is():
             if self.is_read_here:
-                raise ProtocolError("a member has sent more than fits before what is awaited of it")
+                raise ProtocolError("a member has sent more than there is room for ahead of what is expected from it")
             self.room = self.room or threading.Condition(self.lock)
             self.room.wait_for(there_is)
 

@@ -45,9 +45,9 @@ class _NoLinks:
     def post(self, source: int, memory: memoryview) -> Receipt:
         raise self._refusal(f"{len(memory)} bytes from replica {source}")
 
-    def _refusal(self, what: str) -> MisuseError:
+    def _refusal(self, call: str) -> MisuseError:
         return MisuseError(
-            f"a dataset function can't exchange anything with other replicas ({what}): call collectives in the step"
+            f"a dataset function can't exchange anything with other replicas ({call}): call collectives in the step"
         )
 
 
@@ -111,37 +111,37 @@ class ReplicaContext:
             finish = self._finish(op)
             return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, COMBINE[op], flat, finish))
 
-    def summed(self, array: Array, what: str) -> Array:
+    def summed(self, array: Array, label: str) -> Array:
         """Return the sum of all replicas' arrays, which are flat, contiguous, of one size and of a floating type.
 
-        For internal use: quicker than `all_reduce`. `what` says in errors what is summed.
+        For internal use: quicker than `all_reduce`. `label` says in errors what is summed.
         """
         if self._gang is None:
             return array.copy()
-        key = what, array.dtype, array.size
+        key = label, array.dtype, array.size
         if (signature := self._signatures.get(key)) is None:
-            signature = _signature(f"the sum of {what}", _layout_of(array), "the end of a step")
+            signature = _signature(f"the sum of {label}", _layout_of(array), "the end of a step")
             self._signatures[key] = signature
         with self._gang.collective(signature):
             return algorithms.all_reduce(self._links, np.add, array)
 
-    def gather_parts(self, array: Array, what: str) -> None:
+    def gather_parts(self, array: Array, label: str) -> None:
         """Replace each part of a flat array, other than this replica's, by what its replica has there.
 
-        For internal use: the parts are those of `reduce_scatter`. `what` says in errors what is gathered.
+        For internal use: the parts are those of `reduce_scatter`. `label` says in errors what is gathered.
         """
         if self._gang is not None:
-            with self._collective(f"the parts of {what}", _layout_of(array)):
+            with self._collective(f"the parts of {label}", _layout_of(array)):
                 algorithms.fill_parts(self._links, array, even_ends(array.size, self._links.size))
 
-    def summed_part(self, array: Array, divisor: float | None, what: str) -> Array:
+    def summed_part(self, array: Array, divisor: float | None, label: str) -> Array:
         """Return this replica's part of the sum of flat arrays as a view of its own, which is overwritten.
 
         For internal use: the parts are those of `reduce_scatter`. Sums are divided while they are in the processor's
-        cache, by the same number on all replicas. `what` says in errors what is summed.
+        cache, by the same number on all replicas. `label` says in errors what is summed.
         """
         finish = None if divisor is None else _divide_by(divisor)
-        with self._collective(f"the sum of {what}", _layout_of(array)):
+        with self._collective(f"the sum of {label}", _layout_of(array)):
             ends = even_ends(array.size, self._links.size)
             return algorithms.reduce_scatter(self._links, np.add, array, ends, finish, in_place=True)
 
@@ -149,19 +149,19 @@ class ReplicaContext:
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        what: str,
+        label: str,
         place: str = "a program",
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Send some other replicas bytes, and fill memory with those of some, which know how many.
 
-        For internal use: `what` says in errors what is exchanged, and `place` where. `meanwhile` is called before what
+        For internal use: `label` says in errors what is exchanged, and `place` where. `meanwhile` is called before what
         comes is awaited.
         """
         if self._gang is None:
             meanwhile()
             return
-        with self._gang.collective(_signature(f"an exchange of {what}", "", place)):
+        with self._gang.collective(_signature(f"an exchange of {label}", "", place)):
             algorithms.exchange(self._links, outgoing, incoming, meanwhile)
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
@@ -285,13 +285,13 @@ class ReplicaContext:
         """Return which replicas have called a collective that this one has not, with the error if it never will."""
         return {} if self._gang is None else self._gang.mailbox.calls_ahead()
 
-    def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None:
+    def check_answer(self, ranks: Collection[int], failing: str, spare: int = 0) -> None:
         """Raise MemberTimeoutError if the workers of more than `spare` of these replicas do not answer.
 
-        For internal use. The error names them, and says `what` they have not done for long.
+        For internal use. The error names them, and says in the words of `failing` what they have not done for long.
         """
         if self._gang is not None:
-            self._gang.check_answer(ranks, what, spare)
+            self._gang.check_answer(ranks, failing, spare)
 
     def refuse_collectives(self, why: str) -> None:
         """Have all collectives of this function raise MisuseError."""

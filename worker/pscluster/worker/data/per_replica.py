@@ -136,6 +136,6 @@ def _examples_in(batch: Any, number: int) -> int:
     if min(lengths) < max(lengths):
         raise ValueError(
             f"batch {number} has arrays of {min(lengths)} and of {max(lengths)} examples in it: all arrays of a batch "
-            "must have as many"
+            "must have the same number"
         )
     return lengths[0]

@@ -127,7 +127,7 @@ class Normalization(Layer):
         if mean.shape != variance.shape:
             raise ValueError(f"{label}: mean has the shape {mean.shape} and variance {variance.shape}: give the same")
         if mean.ndim > len(self.axis):
-            raise ValueError(f"{label}: mean has {mean.ndim} axes, and axis is {self.axis}: give at most as many")
+            raise ValueError(f"{label}: mean has {mean.ndim} axes, and axis is {self.axis}: give at most {mean.ndim}")
         if not np.isfinite(mean).all() or not np.isfinite(variance).all() or np.any(variance < 0):
             raise ValueError(f"{label}: mean and variance must be finite, and variance at least 0")
         self.mean, self.variance = mean, variance

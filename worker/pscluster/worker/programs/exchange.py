@@ -27,10 +27,10 @@ class Exchange(Protocol):
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        what: str,
+        label: str,
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
-        """Send other tasks bytes, and fill memory with theirs: both sides know how many. `what` is shown in errors.
+        """Send other tasks bytes, and fill memory with theirs: both sides know how many. `label` is shown in errors.
 
         `meanwhile` is called before theirs are awaited. See `algorithms.exchange`.
         """
@@ -45,12 +45,12 @@ class OneProcess:
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        what: str,
+        label: str,
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Exchange nothing."""
-        assert not outgoing, what
-        assert not incoming, what
+        assert not outgoing, label
+        assert not incoming, label
         meanwhile()
 
 
@@ -66,14 +66,14 @@ class AmongWorkers:
         self,
         outgoing: Mapping[int, Outgoing],
         incoming: Mapping[int, Incoming],
-        what: str,
+        label: str,
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Exchange, as one collective. Raise MemberUnavailableError if a member that is awaited is gone."""
         reach("worker.exchange.before")
         to = {self._ranks[task]: buffer for task, buffer in outgoing.items()}
         of = {self._ranks[task]: memory for task, memory in incoming.items()}
-        self._replica.exchange(to, of, what, self._place, meanwhile)
+        self._replica.exchange(to, of, label, self._place, meanwhile)
         reach("worker.exchange.after")
 
 
@@ -92,7 +92,7 @@ def exchange_of(mesh: Mesh, replica: ReplicaContext, worker: int) -> AmongWorker
     return AmongWorkers(replica, range(replica.num_replicas))
 
 
-def gather_bytes(exchange: Exchange, tasks: int, data: bytes, what: str) -> list[bytes]:
+def gather_bytes(exchange: Exchange, tasks: int, data: bytes, label: str) -> list[bytes]:
     """Send all other tasks some bytes, and return those of each task. Raise ProtocolError if there are too many."""
     me = exchange.task
     others = [task for task in range(tasks) if task != me]
@@ -100,13 +100,13 @@ def gather_bytes(exchange: Exchange, tasks: int, data: bytes, what: str) -> list
         return [data]
     own = (len(data).to_bytes(_HEAD, "little") + data[: _SLOT - _HEAD]).ljust(_SLOT, b"\0")
     slots = {task: bytearray(_SLOT) for task in others}
-    exchange.swap(dict.fromkeys(others, memoryview(own)), {of: memoryview(slot) for of, slot in slots.items()}, what)
+    exchange.swap(dict.fromkeys(others, memoryview(own)), {of: memoryview(slot) for of, slot in slots.items()}, label)
     lengths = {task: int.from_bytes(slot[:_HEAD], "little") for task, slot in slots.items()} | {me: len(data)}
     if (longest := max(lengths.values())) > _MAX_BYTES:
-        raise ProtocolError(f"a task sends {longest:,} bytes in {what}; at most {_MAX_BYTES:,} are read")
+        raise ProtocolError(f"a task sends {longest:,} bytes in {label}; at most {_MAX_BYTES:,} are read")
     rests = {task: bytearray(max(0, length - _SLOT + _HEAD)) for task, length in lengths.items()}
     if any(rests.values()):  # all tasks know this
         outgoing = dict.fromkeys(others if rests[me] else [], memoryview(data)[_SLOT - _HEAD :])
-        exchange.swap(outgoing, {of: memoryview(rests[of]) for of in others if rests[of]}, what)
+        exchange.swap(outgoing, {of: memoryview(rests[of]) for of in others if rests[of]}, label)
     gathered = {of: bytes(slot[_HEAD : _HEAD + lengths[of]] + rests[of]) for of, slot in slots.items()} | {me: data}
     return [gathered[task] for task in range(tasks)]

@@ -53,9 +53,9 @@ class _Piece(NamedTuple):
 class Together:
     """Moves that are made together, as one task sees them: a program settles once what does not depend on blocks."""
 
-    def __init__(self, moves: Sequence[Settled], task: int, what: str) -> None:
+    def __init__(self, moves: Sequence[Settled], task: int, label: str) -> None:
         """Take each move, the number of this task, and what errors call them."""
-        self.moves, self._what = moves, what
+        self.moves, self._label = moves, label
         self.is_exchange = any(move.plan.transfers for move in moves)
         """Whether any task sends another one something."""
         self._outgoing: dict[int, list[_Piece]] = {}  # by task
@@ -86,7 +86,7 @@ class Together:
             exchange.swap(
                 {to: _message(runs, pieces) for to, pieces in self._outgoing.items()},
                 {of: _memory_for(runs, pieces) for of, pieces in self._awaited.items()},
-                self._what,
+                self._label,
                 fill,
             )
         else:
@@ -95,11 +95,11 @@ class Together:
 
 
 def moves_together(
-    pairs: Sequence[tuple[ArrayType, ArrayType]], devices: Sequence[int], task: int, what: str
+    pairs: Sequence[tuple[ArrayType, ArrayType]], devices: Sequence[int], task: int, label: str
 ) -> Together:
     """Settle how arrays of the first type of each pair come to be of the second, with their terms combined.
 
-    Made are the blocks of `devices`, which are those of the task. `what` is shown in errors.
+    Made are the blocks of `devices`, which are those of the task. `label` is shown in errors.
     """
     settled = []
     for source, target in pairs:
@@ -108,11 +108,11 @@ def moves_together(
             made.setdefault(target.layout.shard_of(device), device)
         plan = moving(source.layout, target.layout, target.shape, source.partial)
         settled.append(Settled(source, target, plan, made))
-    return Together(settled, task, what)
+    return Together(settled, task, label)
 
 
 def gathers_together(
-    pairs: Sequence[tuple[ArrayType, ArrayType]], numbers: Sequence[int], devices: Sequence[int], task: int, what: str
+    pairs: Sequence[tuple[ArrayType, ArrayType]], numbers: Sequence[int], devices: Sequence[int], task: int, label: str
 ) -> Together:
     """Settle how each block of arrays comes to be on one device, which passes it on; otherwise as `moves_together`.
 
@@ -124,7 +124,7 @@ def gathers_together(
         owners = owners_of(target.layout, nth)
         made = {shard: owner for shard, owner in enumerate(owners) if owner in devices}
         settled.append(Settled(source, target, plan, made))
-    return Together(settled, task, what)
+    return Together(settled, task, label)
 
 
 def _message(runs: Sequence[_Run], pieces: Sequence[_Piece]) -> Outgoing:

@@ -96,19 +96,19 @@ class _Reader:
     def _refuse(self, why: str) -> NoReturn:
         raise ProtocolError(f"{self._place}: {why}")
 
-    def _list(self, value: Any, what: str, length: int | None = None) -> list[Any]:
+    def _list(self, value: Any, label: str, length: int | None = None) -> list[Any]:
         if not isinstance(value, list) or (length is not None and len(value) != length):
-            self._refuse(f"{what} is {value!r:.100}, not a list{'' if length is None else f' of {length}'}")
+            self._refuse(f"{label} is {value!r:.100}, not a list{'' if length is None else f' of {length}'}")
         return value
 
-    def _whole(self, value: Any, what: str, below: int | None = None) -> int:
+    def _whole(self, value: Any, label: str, below: int | None = None) -> int:
         if type(value) is not int or value < 0 or (below is not None and value >= below):
-            self._refuse(f"{what} is {value!r:.100}; it is a whole number{'' if below is None else f' below {below}'}")
+            self._refuse(f"{label} is {value!r:.100}; it is a whole number{'' if below is None else f' below {below}'}")
         return value
 
-    def _text(self, value: Any, what: str) -> str:
+    def _text(self, value: Any, label: str) -> str:
         if not isinstance(value, str):
-            self._refuse(f"{what} is {value!r:.100}, not a text")
+            self._refuse(f"{label} is {value!r:.100}, not a text")
         return value
 
     def program(self) -> Program:

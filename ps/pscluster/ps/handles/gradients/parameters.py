@@ -38,12 +38,12 @@ class Applied(NamedTuple):
     pairs: Sequence[tuple[Gradient | None, Variable]]
 
 
-def create_variables(parameters: Mapping[str, Parameter], what: str) -> dict[str, Variable]:
+def create_variables(parameters: Mapping[str, Parameter], purpose: str) -> dict[str, Variable]:
     """Make a variable for each parameter, under its name, in the strategy's scope; all of them, or none.
 
-    `what` is wanted, for the error outside of a scope.
+    `purpose` is wanted, for the error outside of a scope.
     """
-    creator = current_creator(what)
+    creator = current_creator(purpose)
     made: dict[str, Variable] = {}
     try:
         for name, parameter in parameters.items():

@@ -52,7 +52,7 @@ def update_bytes(
     """
     check_dtype(item.wire_dtype, dtype, name)
     if item.kind != ps_pb2.APPLY_GRADIENT or request.HasField("contribution") or item.HasField("offset"):
-        raise ProtocolError(f"an update of {name!r} is encoded that is no gradient, or one of a synchronous step")
+        raise ProtocolError(f"an encoded update of {name!r} is not a gradient, or is of a synchronous step")
     if item.gradients or item.scalar:
         raise ProtocolError(f"several gradients of {name!r}, or a single value, are encoded")
     if item.rows.WhichOneof("kind") == "ids":
@@ -84,7 +84,7 @@ def check_values(item: ps_pb2.UpdateItem, values_at: int, size: int, payload: Pa
         for offset, count, width in _pieces(item.wire_dtype, rows, size):
             data = payload.array(values_at + offset, encoded_bytes(item.wire_dtype, count, width), np.uint8)
             if not check_scales(data, count, width):
-                raise ProtocolError(f"a gradient of {name!r} has scales that are no finite numbers from 0 on")
+                raise ProtocolError(f"a gradient of {name!r} has scales that are not finite numbers of at least 0")
 
 
 def _pieces(wire_dtype: int, rows: int, width: int) -> Iterator[tuple[int, int, int]]:

@@ -187,7 +187,7 @@ def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: 
         )
     if not fits:
         raise ProtocolError(
-            f"{item.value_bytes} bytes at {item.offset} are no piece of a gradient of {name!r}, whose shard "
+            f"{item.value_bytes} bytes at {item.offset} are not a piece of a gradient of {name!r}, whose shard "
             f"{item.shard} has {size}"
         )
 

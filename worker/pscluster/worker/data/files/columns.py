@@ -56,31 +56,31 @@ def check_schema(schema: Any, where: str) -> None:
             )
 
 
-def _has_array(of: Any) -> bool:
+def _has_array(arrow_type: Any) -> bool:
     types = need_arrow("pyarrow.types")
-    if types.is_dictionary(of):
-        return _has_array(of.value_type)
-    if types.is_fixed_size_list(of):
-        return _is_plain(of.value_type)
-    if types.is_list(of) or types.is_large_list(of):
-        return _is_plain(of.value_type) or _is_text(of.value_type)
-    return _is_plain(of) or (types.is_temporal(of) and not _is_time(of)) or _is_text(of)
+    if types.is_dictionary(arrow_type):
+        return _has_array(arrow_type.value_type)
+    if types.is_fixed_size_list(arrow_type):
+        return _is_plain(arrow_type.value_type)
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
+        return _is_plain(arrow_type.value_type) or _is_text(arrow_type.value_type)
+    return _is_plain(arrow_type) or (types.is_temporal(arrow_type) and not _is_time(arrow_type)) or _is_text(arrow_type)
 
 
-def _is_plain(of: Any) -> bool:
+def _is_plain(arrow_type: Any) -> bool:
     types = need_arrow("pyarrow.types")
-    return bool(types.is_integer(of) or types.is_floating(of) or types.is_boolean(of))
+    return bool(types.is_integer(arrow_type) or types.is_floating(arrow_type) or types.is_boolean(arrow_type))
 
 
-def _is_time(of: Any) -> bool:
+def _is_time(arrow_type: Any) -> bool:
     types = need_arrow("pyarrow.types")
-    return bool(types.is_time(of) or types.is_interval(of))
+    return bool(types.is_time(arrow_type) or types.is_interval(arrow_type))
 
 
-def _is_text(of: Any) -> bool:
+def _is_text(arrow_type: Any) -> bool:
     types = need_arrow("pyarrow.types")
     kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(kind(of) for kind in kinds)
+    return any(kind(arrow_type) for kind in kinds)
 
 
 def arrays_of(
@@ -136,13 +136,13 @@ def _filled(column: Any, name: str, fills: Mapping[str, Any], where: str, first_
 
 def _array_of(column: Any) -> npt.NDArray[Any]:
     pa = need_arrow()
-    types, of = pa.types, column.type
-    if types.is_dictionary(of):
-        return _array_of(column.cast(of.value_type))
-    if types.is_fixed_size_list(of):
-        flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], of.value_type)
-        return np.asarray(flat.to_numpy()).reshape(len(column), of.list_size)
-    if types.is_list(of) or types.is_large_list(of):
+    types, arrow_type = pa.types, column.type
+    if types.is_dictionary(arrow_type):
+        return _array_of(column.cast(arrow_type.value_type))
+    if types.is_fixed_size_list(arrow_type):
+        flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], arrow_type.value_type)
+        return np.asarray(flat.to_numpy()).reshape(len(column), arrow_type.list_size)
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
         lists = np.empty(len(column), object)
         at = 0
         for chunk in column.chunks:
@@ -152,6 +152,6 @@ def _array_of(column: Any) -> npt.NDArray[Any]:
                 lists[at] = values[start:stop]
                 at += 1
         return lists
-    if types.is_timestamp(of) and of.tz is not None:
-        column = column.cast(pa.timestamp(of.unit))
+    if types.is_timestamp(arrow_type) and arrow_type.tz is not None:
+        column = column.cast(pa.timestamp(arrow_type.unit))
     return np.asarray(column.to_numpy())

@@ -141,6 +141,6 @@ def _type(name: str, given: Any) -> Any:
         return arrow.type_for_alias(given) if isinstance(given, str) else arrow.from_numpy_dtype(np.dtype(given))
     except (TypeError, ValueError, arrow.ArrowException):
         raise ValueError(
-            f"types has {given!r} for {name!r}, which is no type: give one of NumPy's, or a name such as 'float32', "
+            f"types has {given!r} for {name!r}, which is not a type: give one of NumPy's, or a name such as 'float32', "
             "'int64', 'string' or 'timestamp[s]'"
         ) from None

@@ -127,33 +127,33 @@ def _array(value: Any, name: str) -> Array:
     return array.copy(order="C") if array.flags.writeable else np.ascontiguousarray(array).reshape(array.shape)
 
 
-def _check(found: ArrayShape, of: ArrayType, device: int, what: str) -> None:
+def _check(found: ArrayShape, of: ArrayType, device: int, label: str) -> None:
     """Raise MisuseError if a block is not that of an array."""
     wanted = of.layout.local_shape(of.shape, device)
     if (found.shape, found.dtype) != (wanted, of.dtype.name):
         raise MisuseError(
-            f"{what} has shape {found.shape} and type {found.dtype} on {named(of.layout.mesh, device)}, where an array "
-            f"of shape {of.shape} and type {of.dtype} in layout [{', '.join(of.layout.specs)}] has a block of shape "
-            f"{wanted}"
+            f"{label} has shape {found.shape} and type {found.dtype} on {named(of.layout.mesh, device)}, where an "
+            f"array of shape {of.shape} and type {of.dtype} in layout [{', '.join(of.layout.specs)}] has a block of "
+            f"shape {wanted}"
         )
 
 
-def _derived(layout: Layout, nth: int, ended: Mapping[int, Ended], what: str) -> ArrayType:
+def _derived(layout: Layout, nth: int, ended: Mapping[int, Ended], label: str) -> ArrayType:
     """Return the type of the array that blocks make. Raise MisuseError if they make none."""
     blocks = [ended[device].results[nth] for device in range(layout.mesh.size)]
     for device, found in enumerate(blocks):
         if len(found.shape) != layout.rank:
             raise MisuseError(
-                f"{what} has shape {found.shape} on {named(layout.mesh, device)}, but its layout "
+                f"{label} has shape {found.shape} on {named(layout.mesh, device)}, but its layout "
                 f"[{', '.join(layout.specs)}] is for arrays with {layout.rank} axes"
             )
     of = ArrayType(layout.whole_shape([found.shape for found in blocks]), np.dtype(blocks[0].dtype), layout)
     for device, found in enumerate(blocks):
-        _check(found, of, device, what)
+        _check(found, of, device, label)
     return of
 
 
-def _shared(of: ArrayType, nth: int, ended: Mapping[int, Ended], what: str, *, check: bool) -> dict[int, int]:
+def _shared(of: ArrayType, nth: int, ended: Mapping[int, Ended], label: str, *, check: bool) -> dict[int, int]:
     """Return for devices of this task that have replicas which is the first to have that block.
 
     Raise MisuseError if they differ. Without a check none are known to be equal.
@@ -165,7 +165,7 @@ def _shared(of: ArrayType, nth: int, ended: Mapping[int, Ended], what: str, *, c
         owner = of.layout.owners[of.layout.shard_of(device)]
         if ended[device].digests[nth] != ended[owner].digests[nth]:
             raise MisuseError(
-                f"{what} differs between {named(mesh, owner)} and {named(mesh, device)}, which are replicas by the "
+                f"{label} differs between {named(mesh, owner)} and {named(mesh, device)}, which are replicas by the "
                 f"layout [{', '.join(of.layout.specs)}]: combine it, such as by psum(), or give another layout"
             )
     first: dict[tuple[int, int], int] = {}

@@ -59,10 +59,10 @@ def _as_current(call: Call) -> Iterator[None]:
 class LocalCalls:
     """Makes the calls of this task's devices, with those of the other tasks."""
 
-    def __init__(self, mesh: Mesh, exchange: Exchange, what: str) -> None:
+    def __init__(self, mesh: Mesh, exchange: Exchange, label: str) -> None:
         self.mesh = mesh
         self.error: BaseException | None = None  # why no collective can be carried out any more
-        self._exchange, self._what = exchange, what
+        self._exchange, self._label = exchange, label
         self._rounds = 0
         self._statuses: dict[int, Status] = {}
 
@@ -93,7 +93,7 @@ class LocalCalls:
         if self.error is not None:
             raise self.error
         self._rounds += 1
-        what = f"round {self._rounds} of {self._what}"
+        what = f"round {self._rounds} of {self._label}"
         try:
             self._statuses = {}
             for task, data in enumerate(gather_bytes(self._exchange, len(self.mesh.tasks), encode(own), what)):

@@ -105,7 +105,7 @@ def decode(data: bytes, devices: Sequence[int], mesh: Mesh) -> dict[int, Status]
         return {device: _decoded(item, mesh) for device, item in zip(devices, items, strict=True)}
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ProtocolError(
-            f"what another task says of its calls makes no sense: {type(error).__name__}: {error}"
+            f"another task has sent an invalid account of its calls: {type(error).__name__}: {error}"
         ) from None
 
 

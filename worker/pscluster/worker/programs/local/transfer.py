@@ -47,7 +47,7 @@ def carry_out(
     groups: Sequence[Group],
     waiting: Mapping[int, Waiting],
     own: Mapping[int, Sequence[Array]],
-    what: str,
+    label: str,
 ) -> dict[int, list[Array]]:
     """Carry out the collectives of groups, and return the results by device of this task; no two share memory.
 
@@ -56,10 +56,10 @@ def carry_out(
         own: this task's arrays, by device.
     """
     work = _Work(mesh, exchange, groups, waiting, own)
-    work.exchanged([piece for group in groups for piece in work.sent_first(group)], what)
+    work.exchanged([piece for group in groups for piece in work.sent_first(group)], label)
     for group in groups:
         work.combine(group)
-    work.exchanged([piece for group in groups for piece in work.sent_after(group)], what)
+    work.exchanged([piece for group in groups for piece in work.sent_after(group)], label)
     return {device: work.result(group, device) for group in groups for device in group.devices if device in own}
 
 
@@ -119,7 +119,7 @@ class _Work:
                 for task in self._tasks[group.devices]:
                     yield _Piece(self._task_of[group.devices[nth]], task, key, _type(of), size)
 
-    def exchanged(self, pieces: Sequence[_Piece], what: str) -> None:
+    def exchanged(self, pieces: Sequence[_Piece], label: str) -> None:
         """Send and receive pieces. All tasks list the same ones, in the same order."""
         between = [piece for piece in pieces if piece.of != piece.to]
         if not between:
@@ -137,7 +137,7 @@ class _Work:
             for of, theirs in incoming.items()
         }
         self._exchange.swap(
-            {to: view(array) for to, array in sent.items()}, {of: view(array) for of, array in received.items()}, what
+            {to: view(array) for to, array in sent.items()}, {of: view(array) for of, array in received.items()}, label
         )
         for of, theirs in incoming.items():
             start = 0
