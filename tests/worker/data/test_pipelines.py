@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.errors import DatasetError
-from pscluster.worker.data.pipelines import Order, Pipeline
+from pscluster.worker.data.order import Order
+from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import Arrays, Files, source_of
 
 

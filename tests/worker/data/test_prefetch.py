@@ -16,8 +16,9 @@ from tests.waiting import until
 
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import DatasetError
+from pscluster.worker.data.pace import Stopwatch, _times_slept
 from pscluster.worker.data.pipelines import Pipeline
-from pscluster.worker.data.prefetch import Part, Reader, _Stopwatch, _times_slept
+from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import Blocks, source_of
 
 SECONDS = 0.02
@@ -223,8 +224,8 @@ def test_what_passes_while_others_have_the_processor(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(clock))
         # Several times: occasionally even this thread sleeps for a moment, for Python's lock.
-        assert min(_Stopwatch().seconds() for _ in range(100)) < HOURS
-        asleep = _Stopwatch()
+        assert min(Stopwatch().seconds() for _ in range(100)) < HOURS
+        asleep = Stopwatch()
         slept = _times_slept()
         while _times_slept() == slept:  # a sleep that is over before it began, on busy cores, is none
             time.sleep(0.001)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,15 +14,13 @@ import xxhash
 import pscluster
 from pscluster.core.context import current_function
 from pscluster.core.display.sanitize import shown
-from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
-from pscluster.core.values import describe, map_structure
-from pscluster.core.values.records import is_record_class, layout_of
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import algorithms
 from pscluster.worker.collectives.algorithms import Array, Finish, Incoming, Links, Meanwhile, Outgoing, Receipt
+from pscluster.worker.collectives.leaves import Leaves, as_array, described_array
 from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
@@ -106,7 +104,7 @@ class ReplicaContext:
             The same structure of the results.
         """
         op = _op(op)
-        leaves = _Leaves(structure, lambda array: _prepared(op, array))
+        leaves = Leaves(structure, lambda array: _prepared(op, array))
         with self._collective(f"all_reduce({op.value})", leaves.layout):
             finish = self._finish(op)
             return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, COMBINE[op], flat, finish))
@@ -120,7 +118,7 @@ class ReplicaContext:
             return array.copy()
         key = label, array.dtype, array.size
         if (signature := self._signatures.get(key)) is None:
-            signature = _signature(f"the sum of {label}", _layout_of(array), "the end of a step")
+            signature = _signature(f"the sum of {label}", described_array(array), "the end of a step")
             self._signatures[key] = signature
         with self._gang.collective(signature):
             return algorithms.all_reduce(self._links, np.add, array)
@@ -131,7 +129,7 @@ class ReplicaContext:
         For internal use: the parts are those of `reduce_scatter`. `label` says in errors what is gathered.
         """
         if self._gang is not None:
-            with self._collective(f"the parts of {label}", _layout_of(array)):
+            with self._collective(f"the parts of {label}", described_array(array)):
                 algorithms.fill_parts(self._links, array, even_ends(array.size, self._links.size))
 
     def summed_part(self, array: Array, divisor: float | None, label: str) -> Array:
@@ -141,7 +139,7 @@ class ReplicaContext:
         cache, by the same number on all replicas. `label` says in errors what is summed.
         """
         finish = None if divisor is None else _divide_by(divisor)
-        with self._collective(f"the sum of {label}", _layout_of(array)):
+        with self._collective(f"the sum of {label}", described_array(array)):
             ends = even_ends(array.size, self._links.size)
             return algorithms.reduce_scatter(self._links, np.add, array, ends, finish, in_place=True)
 
@@ -179,9 +177,9 @@ class ReplicaContext:
             MisuseError: another replica calls something else, or the array has no such axis.
         """
         op = _op(op)
-        whole = _prepared(op, _array(array, "reduce_scatter"))
+        whole = _prepared(op, as_array(array, "reduce_scatter"))
         axis = _axis(axis, whole, "reduce_scatter")
-        with self._collective(f"reduce_scatter({op.value}, axis={axis})", _layout_of(whole)):
+        with self._collective(f"reduce_scatter({op.value}, axis={axis})", described_array(whole)):
             rows = np.moveaxis(whole, axis, 0)
             size = int(np.prod(rows.shape[1:], dtype=np.int64))
             ends = [end * size for end in even_ends(rows.shape[0], self._links.size)]
@@ -204,9 +202,9 @@ class ReplicaContext:
         Raises:
             MisuseError: another replica calls something else, or an array has no such axis.
         """
-        leaves = _Leaves(value, lambda array: np.atleast_1d(array))
+        leaves = Leaves(value, lambda array: np.atleast_1d(array))
         axes = [_axis(axis, leaf, "all_gather") for leaf in leaves.arrays]
-        layout = "; ".join(_layout_of(leaf, at) for leaf, at in zip(leaves.arrays, axes, strict=True))
+        layout = "; ".join(described_array(leaf, at) for leaf, at in zip(leaves.arrays, axes, strict=True))
         with self._collective(f"all_gather(axis={axis})", layout):
             own = np.array([leaf.shape[at] for leaf, at in zip(leaves.arrays, axes, strict=True)], np.int64)
             size = self._links.size
@@ -233,7 +231,7 @@ class ReplicaContext:
         Raises:
             MisuseError: there are not as many arrays as replicas, or they have several types.
         """
-        outgoing = [np.ascontiguousarray(_array(array, "all_to_all")) for array in arrays]
+        outgoing = [np.ascontiguousarray(as_array(array, "all_to_all")) for array in arrays]
         size = self._links.size
         if len(outgoing) != size:
             raise MisuseError(f"all_to_all takes one array per replica: {size}, not {len(outgoing)}")
@@ -263,7 +261,7 @@ class ReplicaContext:
         """
         if not 0 <= source < self._links.size:
             raise MisuseError(f"broadcast from replica {source}: there are {self._links.size}, counted from 0")
-        leaves = _Leaves(structure, lambda array: array)
+        leaves = Leaves(structure, lambda array: array)
 
         def spread(flat: Array) -> Array:
             result = flat.copy() if source == self._links.rank else np.empty_like(flat)
@@ -338,73 +336,6 @@ def replica_context() -> ReplicaContext:
     return replica
 
 
-class _Leaves:
-    """The arrays of a structure, in an order that is the same wherever the structure is: dicts' items by key."""
-
-    def __init__(self, structure: Any, prepare: Callable[[Array], Array]) -> None:
-        found: list[Any] = []
-
-        def number(leaf: Any) -> int:
-            found.append(leaf)
-            return len(found) - 1
-
-        self._numbered = map_structure(number, structure)
-        places = list(_places(self._numbered, ""))
-        self.arrays = [prepare(_array(found[at], f"the value{path}")) for path, at in places]
-        self._order = [at for _, at in places]
-        self._scalars = {at for at, leaf in enumerate(found) if not np.ndim(leaf)}
-        paths = (f"{path} {_layout_of(array)}".strip() for (path, _), array in zip(places, self.arrays, strict=True))
-        self.layout = "; ".join(paths)
-
-    def mapped(self, fn: Callable[[Array], Array]) -> Any:
-        """Return the structure of results of `fn`, which takes all arrays of one type as one flat array."""
-        results: list[Any] = [None] * len(self.arrays)
-        by_type: dict[str, list[int]] = {}
-        for at, array in enumerate(self.arrays):
-            by_type.setdefault(array.dtype.name, []).append(at)
-        for positions in by_type.values():
-            flats = [np.ascontiguousarray(self.arrays[at]).reshape(-1) for at in positions]
-            result = fn(flats[0] if len(flats) == 1 else np.concatenate(flats))
-            start = 0
-            for at in positions:
-                shape, stop = self.arrays[at].shape, start + self.arrays[at].size
-                results[at] = result[start:stop].reshape(shape)
-                start = stop
-        return self.replaced([result[()] for result in results])
-
-    def replaced(self, results: Sequence[Any]) -> Any:
-        """Return the structure with these in place of its arrays, in their order."""
-        by_number = dict(zip(self._order, results, strict=True))
-        return map_structure(by_number.__getitem__, self._numbered)
-
-
-def _places(numbered: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Yield the path and the number of each leaf of a structure of numbers."""
-    cls: type = type(numbered)
-    if isinstance(numbered, int):
-        yield path, numbered
-    elif is_record_class(cls):
-        for name in layout_of(cls).fields:
-            yield from _places(getattr(numbered, name), f"{path}.{name}")
-    elif isinstance(numbered, dict):
-        for key in sorted(numbered, key=lambda key: (type(key).__name__, repr(key))):
-            yield from _places(numbered[key], f"{path}[{key!r}]")
-    else:
-        for at, item in enumerate(numbered):
-            yield from _places(item, f"{path}[{at}]")
-
-
-def _array(value: Any, noun: str) -> Array:
-    """Return a user's value as an array in native byte order. Raise MisuseError if it is not numeric."""
-    try:
-        array = array_of(value)
-    except (ValueError, TypeError) as error:  # such as a ragged list
-        raise MisuseError(f"{noun} is not an array: {error}") from None
-    if not is_variable_dtype(array.dtype):
-        raise MisuseError(f"{noun} is {describe(value)}, of {array.dtype.name}: give arrays of numbers, or numbers")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
 def _prepared(op: ReduceOp, array: Array) -> Array:
     """Convert an array to the type of its result, as NumPy does, except that integers keep their size in sums."""
     if op is ReduceOp.SUM and array.dtype.kind == "b":
@@ -425,12 +356,6 @@ def _axis(axis: int, array: Array, noun: str) -> int:
     if not -array.ndim <= axis < array.ndim:
         raise MisuseError(f"{noun} along axis {axis} of an array with {array.ndim} axes")
     return axis % array.ndim
-
-
-def _layout_of(array: Array, free: int | None = None) -> str:
-    """Return type and shape in words; axis `free` may have any length."""
-    lengths = ["*" if axis == free else str(length) for axis, length in enumerate(array.shape)]
-    return f"{array.dtype.name}[{', '.join(lengths)}]"
 
 
 def user_place() -> str:

@@ -1,4 +1,4 @@
-"""Pipelines of distributed datasets: the order of an epoch, reading, `map` and `batch`. Pure, except for the user's
+"""Pipelines of distributed datasets: reading in the order of an epoch, `map` and `batch`. Pure, except for the user's
 source and functions.
 
 The order of an epoch depends only on the seed and the epoch's number, so that every worker computes the same one. The
@@ -8,13 +8,12 @@ order. So only a split must be read and held in memory, not the whole source.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -33,62 +32,13 @@ from pscluster.worker.data.blocks import (
     take_rows,
     unstacked,
 )
+from pscluster.worker.data.order import Order, generator_of
 from pscluster.worker.data.processes.pool import Pool
 from pscluster.worker.data.processes.process_map import ProcessedElements, ProcessMap, Unprocessed
 from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, Sent, Source
 
 SPLIT = 1024  # default number of examples in a split
 _READ_BYTES = 1 << 18
-
-
-class Order:
-    """The order of `length` examples in each epoch; without a seed, that of the source. A split has `split` of them.
-
-    With `neighbours`, a number for each example of the only split, those with the same number stay together.
-    """
-
-    def __init__(self, length: int, split: int, seed: int | None, neighbours: Numbers | None = None) -> None:
-        assert neighbours is None or split >= length
-        self.length = length
-        self.split = split
-        self.seed = seed
-        self._neighbours = neighbours
-        self._splits = lru_cache(2)(self._splits_of)
-        self._within = lru_cache(4)(self._within_of)
-
-    def pieces(self, epoch: int, start: int, stop: int) -> Iterator[tuple[Numbers, int, int]]:
-        """Yield the examples at the positions [start, stop), by split: their numbers, and the split's [first, end)."""
-        splits, starts = self._splits(epoch if self.seed is not None else 0)
-        index = bisect.bisect_right(starts, start) - 1  # ten times as fast as NumPy's, for one number
-        while start < stop:
-            split = int(splits[index])
-            first = split * self.split
-            size = min(self.split, self.length - first)
-            offset = start - int(starts[index])
-            count = min(size - offset, stop - start)
-            if self.seed is None:
-                numbers = np.arange(first + offset, first + offset + count)
-            else:
-                numbers = first + self._within(epoch, split)[offset : offset + count]
-            yield numbers, first, first + size
-            start, index = start + count, index + 1
-
-    def _splits_of(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """Return the splits in their order, and the position at which each begins."""
-        count = -(-self.length // self.split)
-        splits = np.arange(count) if self.seed is None else _random(self.seed, epoch).permutation(count)
-        sizes = np.where(splits == count - 1, self.length - (count - 1) * self.split, self.split)
-        return splits, np.cumsum(sizes) - sizes
-
-    def _within_of(self, epoch: int, split: int) -> Numbers:
-        assert self.seed is not None
-        size = min(self.split, self.length - split * self.split)
-        order = _random(self.seed, epoch, split + 1).permutation(size)
-        if self._neighbours is None:
-            return order
-        first = np.full(self._neighbours.max() + 1, size)  # where the first of each group comes
-        np.minimum.at(first, self._neighbours[order], np.arange(size))
-        return order[np.argsort(first[self._neighbours[order]], kind="stable")]
 
 
 def _copied(leaf: Any) -> Any:
@@ -111,10 +61,6 @@ def _in_turn(streams: Sequence[Iterator[Any]]) -> Iterator[Any]:
         left.append(stream)
     if why is not None:
         raise why
-
-
-def _random(*seeds: int) -> np.random.Generator:
-    return np.random.default_rng(seeds)
 
 
 @dataclass(frozen=True)
@@ -293,7 +239,7 @@ class Pipeline(Sent):
 
     def _order_within(self, epoch: int, index: int, size: int) -> Numbers:
         """Return the order of the examples of a block, or of several that are shuffled together."""
-        return np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
+        return np.arange(size) if self.seed is None else generator_of(self.seed, epoch, index + 1).permutation(size)
 
     def _arranged(self, epoch: int, index: int, block: Any) -> Any:
         """Return a copy of a block, in the epoch's order: the source may keep it, or map it from a file.
@@ -347,7 +293,7 @@ class Pipeline(Sent):
         assert self.seed is not None
         for split in itertools.count(1):
             block = list(itertools.islice(examples, self.split))
-            for index in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
+            for index in generator_of(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
                 example, block[index] = block[index], None  # so that it can be freed as soon as it was used
                 yield example
             if len(block) < self.split:

@@ -7,7 +7,7 @@ functions need not be thread-safe. Which thread depends on how long reading take
     slow   the reader's thread, for the parts in the order in which they came, each up to `ahead` elements in advance,
            and only for the running part and the `_PARTS` after it
     fast   the function's own, on demand: handing an element from thread to thread takes longer, since both must be
-           woken and wait for Python's lock. Fast is less than `_SHORT_SECONDS`, or less than `_SHORT_SHARE` of the
+           woken and wait for Python's lock. Fast is less than `SHORT_SECONDS`, or less than `SHORT_SHARE` of the
            time from one element to the next
 
 Batches that are cut out of one block are read at once, and handed over as one: what is said of elements here goes for
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import re
-import resource
 import threading
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, 
 from pscluster.core.handles import Handle
 from pscluster.worker.data.batches import Batches
 from pscluster.worker.data.look_ahead import look_ahead
+from pscluster.worker.data.pace import Pace, Stopwatch
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessedElements
@@ -47,12 +47,7 @@ from pscluster.worker.data.processes.process_map import ProcessedElements
 logger = logging.getLogger(__name__)
 
 _PARTS = 2
-_SHORT_SECONDS = 0.00025
-_SHORT_SHARE = 1 / 16
-_PAUSE_SECONDS = 1.0  # anything longer was not a step
-_SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts only for its share
 _PART_KEY = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
-_OF_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 _CHECK_SECONDS = 0.1  # how often a function that waits for data checks whether it must stop
 
 
@@ -243,53 +238,6 @@ class _Fatal:
     error: BaseException
 
 
-class _Stopwatch:
-    """Measures this thread's time for something, without the time while others have its processor.
-
-    On busy cores, a thread that was just woken is soon preempted for milliseconds, which says nothing about reading. So
-    if the thread has not slept, for data or for Python's lock, its processor time counts.
-    """
-
-    def __init__(self) -> None:
-        self._slept, self._cpu, self._begin = _times_slept(), time.thread_time(), time.perf_counter()
-
-    def seconds(self) -> float:
-        if self._slept == _times_slept():
-            return time.thread_time() - self._cpu
-        return time.perf_counter() - self._begin
-
-
-def _times_slept() -> float:
-    """Return how often this thread has slept; if the system does not tell, a different number each time."""
-    return time.perf_counter() if _OF_THREAD is None else resource.getrusage(_OF_THREAD).ru_nvcsw
-
-
-class Pace:
-    """Smoothed times of reading an element, and from one element to the next. Under the reader's lock.
-
-    Batches of one block are read together, and count as one here.
-    """
-
-    def __init__(self, *, always_slow: bool = False) -> None:
-        self._always_slow = always_slow
-        self._reading = self._between = 0.0
-        self._last: float | None = None
-
-    def read(self, seconds: float) -> None:
-        """Note the time of reading an element."""
-        self._reading += _SMOOTHING * (seconds - self._reading)
-
-    def given(self, now: float) -> None:
-        """Note that a function has got an element."""
-        if self._last is not None:
-            self._between += _SMOOTHING * (min(now - self._last, _PAUSE_SECONDS) - self._between)
-        self._last = now
-
-    def is_slow(self) -> bool:
-        """Return whether reading ahead pays off."""
-        return self._always_slow or self._reading > max(_SHORT_SECONDS, _SHORT_SHARE * self._between)
-
-
 class Reader:
     """Reads ahead, if that pays off; see the module's docstring. The user's functions run in `context`."""
 
@@ -395,7 +343,7 @@ class Reader:
         """Read an element, and prime these parts. Under the lock, which is free during the reading."""
         self._reading = True
         self._lock.release()
-        reading = _Stopwatch()
+        reading = Stopwatch()
         try:
             for other in following:
                 other.prime()
