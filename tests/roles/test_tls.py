@@ -58,8 +58,9 @@ from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.core.transport.methods import Method, Stub, methods
-from pscluster.core.transport.tcp.client import DataPort, DataStream, Where
+from pscluster.core.transport.tcp.client import DataPort, Where
 from pscluster.core.transport.tcp.encryption import TlsConnection
+from pscluster.core.transport.tcp.stream import DataStream
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService

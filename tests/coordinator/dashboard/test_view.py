@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pscluster.coordinator import ClusterCoordinator
 from pscluster.coordinator.cli.status import top_tables
 from pscluster.coordinator.cli.tables import rendered
-from pscluster.coordinator.dashboard.view import JobSnapshot, page
+from pscluster.coordinator.dashboard.snapshot import JobSnapshot
+from pscluster.coordinator.dashboard.view import page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
 from pscluster.coordinator.observability.rates import RateMeter, Rates, TaskRates, VariableRates
@@ -225,7 +226,7 @@ def test_numbers_that_are_none() -> None:
     assert document["series"]["losses"] == ["nan"]
 
 
-def test_what_is_told_is_not_kept() -> None:
+def test_a_loss_is_kept_as_a_number() -> None:
     """A loss that is an object, such as a tensor with its graph, is kept as a number."""
 
     class Tensor(float):

@@ -37,7 +37,7 @@ from pscluster.core.functions.definitions import capture
 from pscluster.core.limits import MAX_QUESTION_BYTES, MAX_QUESTIONS
 from pscluster.core.role.options import DATA_PORT_VARIABLE
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.transport.tcp import client as data_client
+from pscluster.core.transport.tcp import stream as data_stream
 from pscluster.core.values import decode, encode
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 
@@ -87,7 +87,7 @@ def either(request: pytest.FixtureRequest, cluster: LocalCluster) -> Iterator[Cl
         until(lambda: coordinator.workers_up == 2, "all workers are up")
         for link in coordinator._dispatcher.state.workers:
             assert link.connection is not None
-            assert isinstance(link.connection._stream, data_client.DataStream) is not grpc_only
+            assert isinstance(link.connection._stream, data_stream.DataStream) is not grpc_only
         yield coordinator
 
 

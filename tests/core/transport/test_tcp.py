@@ -34,7 +34,7 @@ from pscluster.core.transport import unix_sockets
 from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.tcp import client as client_module
 from pscluster.core.transport.tcp import server as server_module
-from pscluster.core.transport.tcp.client import DataPort, DataStream, PromptStream, Where
+from pscluster.core.transport.tcp.client import DataPort, Where
 from pscluster.core.transport.tcp.context import DataContext
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import (
@@ -47,6 +47,7 @@ from pscluster.core.transport.tcp.packets import (
     tuned,
 )
 from pscluster.core.transport.tcp.server import DataServer, listen
+from pscluster.core.transport.tcp.stream import DataStream, PromptStream
 from pscluster.v1 import data_plane_pb2
 
 TOKEN = "correct-horse-battery-staple"
@@ -562,7 +563,7 @@ def test_silent_unauthenticated_connections_are_closed(server: DataServer, monke
         assert is_closed(silent)
 
 
-def test_who_was_accepted_may_be_silent(port: DataPort, server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accepted_client_may_be_silent(port: DataPort, server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = open_stream(port)
     stream.send(b"x")
     assert stream.receive() == b"x"
@@ -726,7 +727,7 @@ def how_it_sends(connected: socket.socket) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(("address", "within"), [("127.0.0.1", True), ("127.0.0.2", False)])
-def test_only_within_a_machine_little_lies_between(address: str, within: bool) -> None:
+def test_little_is_buffered_within_a_machine(address: str, within: bool) -> None:
     """Within a machine little is buffered, unless the caller knows better; for a network the kernel decides."""
     with socket.create_server((address, 0)) as listening:
         ours = socket.create_connection(listening.getsockname(), TIMEOUT, source_address=("127.0.0.1", 0))

@@ -25,10 +25,11 @@ from pscluster.core.security.tls import Tls
 from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.tcp import client as client_module
 from pscluster.core.transport.tcp import encryption
-from pscluster.core.transport.tcp.client import DataPort, DataStream
+from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import Connection, Kind
 from pscluster.core.transport.tcp.server import DataServer, listen
+from pscluster.core.transport.tcp.stream import DataStream
 
 PULL, OTHER = "/pscluster.v1.ParameterServer/Pull", "/pscluster.v1.Worker/Steps"
 

@@ -31,6 +31,7 @@ from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.grpc_streams import GrpcStream
 from pscluster.core.transport.tcp import client as data_client
+from pscluster.core.transport.tcp import stream as data_stream
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Session
 
@@ -46,7 +47,7 @@ def session_of(client: PsClient, server: int = 0) -> Session:
 
 def is_direct(session: Session) -> bool:
     """Whether it uses the data plane."""
-    return isinstance(session.stream, data_client.DataStream)
+    return isinstance(session.stream, data_stream.DataStream)
 
 
 def idle_connections(client: PsClient) -> int:
@@ -83,7 +84,7 @@ def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: Param
         assert coordinator.schedule(os.getpid).fetch(TIMEOUT) in cluster.pids.values()
         links = coordinator._dispatcher.state.workers
         until(lambda: all(link.connection and link.connection._stream for link in links), "all workers are connected")
-        assert {type(link.connection._stream) for link in links if link.connection} == {data_client.PromptStream}
+        assert {type(link.connection._stream) for link in links if link.connection} == {data_stream.PromptStream}
 
 
 def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServerStrategy, large: Variable) -> None:
@@ -265,7 +266,7 @@ def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not is_direct(session_of(strategy.client))
         (link,) = coordinator._dispatcher.state.workers
         assert link.connection is not None
-        assert not isinstance(link.connection._stream, data_client.DataStream)
+        assert not isinstance(link.connection._stream, data_stream.DataStream)
 
 
 def test_an_interrupted_update_over_grpc_leaves_no_call_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from pscluster.core.errors import FunctionCancelled, MemberUnavailableError, Mis
 from pscluster.core.transport import transport
 from pscluster.core.transport.grpc_streams import GrpcStream
 from pscluster.core.transport.tcp import peer
-from pscluster.core.transport.tcp.client import DataStream
 from pscluster.core.transport.tcp.packets import tuned
+from pscluster.core.transport.tcp.stream import DataStream
 from pscluster.worker.collectives import algorithms
 from pscluster.worker.collectives.links import Link
 from pscluster.worker.collectives.mailbox import ROOM_BYTES

@@ -6,48 +6,26 @@ Names, errors and tracebacks are data here and on the page, which shows them as 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from pscluster.coordinator.moves.plan import make_plan, measured
-from pscluster.coordinator.observability.events import Event, EventLog, Series
-from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
-from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
+from pscluster.coordinator.dashboard.health import health_of, problems_of
+from pscluster.coordinator.dashboard.snapshot import JobSnapshot
+from pscluster.coordinator.observability.events import Event
+from pscluster.coordinator.observability.rates import TaskRates, VariableRates
+from pscluster.coordinator.scheduling.queue_stats import WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
 SLOW = 2.0  # a worker whose functions take this many times as long as the other workers' median is a straggler
 HOT_SHARE = 0.5  # a variable that accounts for more than this share of all bytes moved is hot, if there are others
 HOT_SERVER = 1.5  # a server that moves this many times its fair share is hot
-BUSY_BYTES = 256 << 10  # a hot server is a problem once all servers together move this many bytes per second
-QUIET_SECONDS = 30.0  # a worker that has a function and has returned nothing for this long is a problem
-MUCH_WAITED = 0.5  # a worker that waits for data for this share of its time or more is a problem
 LAST_ERRORS = 3  # this many errors include their tracebacks when the job has ended
-MAX_ERROR_TEXT = 500  # characters of an error that the verdict shows; the list of errors has all of it
 MAX_VARIABLES = 20
 MAX_EVENTS = 100
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class JobSnapshot:
-    now: float  # seconds since the epoch
-    clock: float  # the same moment, in monotonic seconds
-    job: str
-    coordinator: str
-    memory_bytes: int
-    ended: bool
-    connected: bool
-    queue: QueueStats | None  # None: there is no ClusterCoordinator yet
-    servers: Mapping[PeerAddress, float]  # for how many seconds each has been unreachable
-    workers: Sequence[PeerAddress]
-    replies: Mapping[str, node_pb2.StatusReply]  # by task, of those that answered
-    asked: bool  # whether tasks were queried at all
-    rates: Rates
-    event_log: EventLog
-    series: Series
 
 
 def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
@@ -62,7 +40,7 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
     servers = _servers(snapshot, stories)
     variables = _variables(snapshot.rates.variables)
     detailed = MAX_EVENTS if details else LAST_ERRORS if snapshot.ended else 0
-    problems = _problems(workers, servers, event_log.unsaved.values(), _overloaded(snapshot, servers))
+    problems = problems_of(snapshot, workers, servers)
     loss = snapshot.series.loss
     return {
         "now": snapshot.now,
@@ -71,7 +49,7 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
         "job": snapshot.job,
         "coordinator": snapshot.coordinator,
         "memory": snapshot.memory_bytes,
-        "health": dict(zip(("state", "text", "problems"), _health(snapshot, problems), strict=True)),
+        "health": dict(zip(("state", "text", "problems"), health_of(snapshot, problems), strict=True)),
         "queue": _queue(snapshot),
         "training": {
             **asdict(training),
@@ -310,105 +288,3 @@ def _tables(variables: Sequence[VariableRates]) -> list[Json]:
         }
         for variable, table in tables[:MAX_VARIABLES]
     ]
-
-
-def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
-    """Describe the servers that slow the job down, with the variable that causes most of their load, and remedies."""
-    if sum(row["bytes_in"] + row["bytes_out"] for row in servers) < BUSY_BYTES:
-        return []
-    problems = []
-    for row, peer in zip(servers, snapshot.servers, strict=True):
-        if not row["hot"]:
-            continue
-        index = peer.index
-        text = f"{row['task']} carries {row['share']:.0%} of the load of {len(servers)} servers"
-        most = max(snapshot.rates.variables, key=lambda variable: variable.servers.get(index, 0.0), default=None)
-        if most is not None and (here := most.servers.get(index, 0.0)) > 0:
-            text += f", most of it for {most.name}, {here / most.moved:.0%} of whose traffic goes there"
-        problems.append(text)
-    return [*problems, *_remedies(snapshot)] if problems else []
-
-
-def _remedies(snapshot: JobSnapshot) -> list[str]:
-    """Return what would balance the servers, by what was lately read and updated."""
-    replies = [snapshot.replies[peer.task] for peer in snapshot.servers if peer.task in snapshot.replies]
-    if len(replies) < len(snapshot.servers):
-        return []
-    plan = make_plan(*measured(replies, "load"), len(replies), "load")
-    remedies = [f"proposed: {cut}" for cut in plan.cuts]
-    if plan.moves:
-        moves = "one shard" if len(plan.moves) == 1 else f"{len(plan.moves)} shards"
-        remedies.insert(
-            0,
-            f"proposed: strategy.apply(strategy.plan()) moves {moves}, after which no server has more than "
-            f"{plan.peak:.2f} times the mean load",
-        )
-    return remedies
-
-
-def _problems(
-    workers: Sequence[Json], servers: Sequence[Json], unsaved: Iterable[str], overloaded: Sequence[str]
-) -> list[str]:
-    problems = [
-        f"{row['task']} is {row['state']}: reads and updates there wait" for row in servers if row["good"] == "bad"
-    ]
-    for row in workers:
-        if row["good"] == "bad":
-            more = "; its functions run again elsewhere" if row["state"].startswith("down") else ""
-            problems.append(f"{row['task']} is {row['state']}{more}")
-    problems += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
-    problems += [
-        f"{row['task']} {row['state']}: if that continues, its functions run again elsewhere"
-        for row in workers
-        if row["state"] == "does not answer"
-    ]
-    problems += [
-        f"{row['task']} is {row['state']}"
-        for row in servers
-        if row["good"] == "warn" and row["state"] != "does not answer"
-    ]
-    problems += [
-        f"{text[:MAX_ERROR_TEXT]}; until one is, a job that dies resumes from an older one, if any" for text in unsaved
-    ]
-    for row in workers:
-        if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
-            problems.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")
-        if row["straggler"]:
-            problems.append(
-                f"{row['task']} is a straggler: its functions take {row['slower']:g} times as long as the others'"
-            )
-    if waiting := [row for row in workers if row["waited"] >= MUCH_WAITED]:
-        names = ", ".join(row["task"] for row in waiting)
-        share = max(row["waited"] for row in waiting)
-        problems.append(f"{names}: up to {share:.0%} of the time is spent waiting for data; make reading faster")
-    problems += overloaded
-    for row in servers:
-        if row["lost"]:
-            count = sum(row["lost"].values())
-            problems.append(
-                f"{row['task']} lost at least {count:,} acknowledged updates when it died; "
-                "with PSCLUSTER_DURABILITY=log a server loses none"
-            )
-    return problems
-
-
-def _health(snapshot: JobSnapshot, problems: list[str]) -> tuple[str, str, list[str]]:
-    """Return the verdict: a word for the page's colour, a sentence, and the problems."""
-    queue = snapshot.queue
-    if snapshot.ended:
-        last = [f"its last error: {error.text[:MAX_ERROR_TEXT]}" for error in snapshot.event_log.errors[-1:]]
-        return "over", "The job is over", last
-    if not snapshot.connected:
-        return "warn", "Waiting for the cluster's tasks", problems
-    if queue is None:
-        return "idle", "Connected; no ClusterCoordinator yet", problems
-    if queue.error:
-        return "bad", "A function failed; the others were cancelled", [queue.error, *problems]
-    if problems:
-        stuck = not any(worker.up for worker in queue.workers) or any(snapshot.servers.values())
-        return "bad" if stuck else "warn", "Needs attention", problems
-    if queue.paused:
-        return "ok", "Making a checkpoint; functions are paused until it is done", []
-    if not queue.in_flight and not queue.waiting:
-        return "idle", "Healthy; nothing is scheduled", []
-    return "ok", "Healthy, at work", []

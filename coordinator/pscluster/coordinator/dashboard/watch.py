@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from pscluster.coordinator.dashboard.view import JobSnapshot, page
+from pscluster.coordinator.dashboard.snapshot import JobSnapshot
+from pscluster.coordinator.dashboard.view import page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.reports import InheritedReports
 from pscluster.coordinator.local.supervised import SupervisedCluster
