@@ -100,7 +100,7 @@ def test_short_lives_together(step: float) -> None:
     assert growing(lives) == ({"resident"} if step else set())
 
 
-def test_each_life_of_a_role_is_judged() -> None:
+def test_each_process_of_a_role_is_judged_separately() -> None:
     """Two long lives are judged separately; a new process begins lower, which is not a trend."""
     first, second = life(HOUR), life(HOUR, HOUR, 2, resident=lambda t: 60 + 20 * t / HOUR)
     assert [len(one.samples) for one in lives_of([*second, *first])["ps 0"]] == [len(first), len(second)]

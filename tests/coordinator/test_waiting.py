@@ -101,7 +101,9 @@ def test_futures() -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, TIMEOUT])
-def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notification_as_a_slice_of_the_wait_ends_is_not_missed(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait has timed out, and has not the lock again: who notifies now takes it for one that still waits."""
     condition, ended, results, come = Condition(), threading.Event(), list[bool](), False
     restore = condition._acquire_restore  # type: ignore[attr-defined]

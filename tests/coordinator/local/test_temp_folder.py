@@ -97,7 +97,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @pytest.mark.timeout(60)
-def test_what_is_left_by_who_was_killed_goes(temp_root: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_the_folder_of_a_killed_owner_is_removed(temp_root: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, theirs = owner
     process.kill()
     process.wait()

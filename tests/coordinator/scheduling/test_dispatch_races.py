@@ -712,7 +712,7 @@ def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], l
     assert lost or cluster.dispatcher.waits.done()
 
 
-def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(fake: Callable[..., FakeCluster]) -> None:
+def test_an_unforeseen_error_is_raised_to_all_who_wait(fake: Callable[..., FakeCluster]) -> None:
     """An unforeseen error is raised by those who wait, also if gRPC calls it a cancellation."""
     for failure in (ValueError("a bug"), asyncio.CancelledError()):
         cluster = fake()
@@ -910,7 +910,7 @@ def test_a_worker_that_builds_a_dataset_delays_no_other(fake: Callable[..., Fake
     on_loop(scenario)
 
 
-def test_who_looked_in_vain_for_something_to_take_over_looks_again(
+def test_a_worker_that_found_nothing_to_steal_looks_again(
     fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one's recall was under way, of which nothing is left for it."""

@@ -148,7 +148,7 @@ def test_a_loop_of_ones_own(
     assert "loss has not become better than" in calls.training.stopped
 
 
-def test_states_go_to_whom_they_are_of(coordinator: ClusterCoordinator, optimizer: optimizers.Optimizer) -> None:
+def test_each_callback_gets_its_own_state(coordinator: ClusterCoordinator, optimizer: optimizers.Optimizer) -> None:
     """Through JSON, which has infinity; those that were not there before begin anew."""
 
     def made() -> CallbackList:

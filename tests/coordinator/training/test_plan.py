@@ -137,7 +137,7 @@ def test_sizes(data: Data, per_epoch: int, epochs: int, changes: dict[int, int])
 
 
 @given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES, st.data())
-def test_who_goes_on_cuts_the_same(
+def test_a_resumed_training_cuts_alike(
     data: Data, per_epoch: int, epochs: int, changes: dict[int, int], choice: st.DataObject
 ) -> None:
     """Some parts were done, in any order, others were only handed out: those are given out again, with the same cuts.
@@ -186,7 +186,7 @@ def test_a_change_moves_nothing_that_was_handed_out(changes: list[tuple[int, int
     assert starts == sorted(set(starts))
 
 
-def test_what_is_of_a_later_epoch() -> None:
+def test_elements_of_a_later_epoch_are_not_given_out() -> None:
     """It is not given out: the place itself says so."""
     plan = Plan("data", elements=4, items_per_element=2, items=7, per_epoch=4)
     plan.begin((3, 0), 0)

@@ -188,7 +188,7 @@ def test_many_that_say_nothing_keep_no_caller_out(server: MetricsServer, sent: b
         assert scrape(server.address).value("pscluster_one_things_total", kind="a") == 1
 
 
-def test_who_takes_too_long_is_cut_off(telemetry: OneRole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_client_is_cut_off(telemetry: OneRole, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that keeps sending single bytes gets no more time in all than any other."""
     monkeypatch.setattr(exposition, "_SECONDS", 1.0)
     server = MetricsServer(telemetry, "127.0.0.1", 0)

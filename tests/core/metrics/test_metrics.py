@@ -34,7 +34,7 @@ from pscluster.worker.telemetry import WorkerTelemetry
 ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
 
 
-def test_a_histogram_counts_what_is_at_most_so_much() -> None:
+def test_a_bucket_counts_values_up_to_its_bound() -> None:
     """A value equal to a bound belongs to it; the buckets are cumulative, as Prometheus wants them."""
     histogram = Histogram((1.0, 2.0, 4.0))
     for value in (0.5, 1.0, 1.5, 4.0, 9.0):

@@ -1,4 +1,4 @@
-"""Channels that prove the token over real connections: what a thief on the port learns, and what still works."""
+"""Channels that prove the token over real connections: what an impostor on the port learns, and what still works."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _answered(channel: grpc.Channel) -> bool:
         return False
 
 
-class Thief(grpc.ServerInterceptor):
+class Impostor(grpc.ServerInterceptor):
     """Listens on another server's port, accepts every call, and records everything that it is sent."""
 
     def __init__(self, answer: Callable[[grpc.ServicerContext], None]) -> None:
@@ -201,7 +201,7 @@ def _refuses(context: grpc.ServicerContext) -> None:
 @pytest.mark.parametrize("kind", ["UnaryUnary", "StreamStream", "raw", "aio"])
 def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None], kind: str) -> None:
     """On an open channel it gets no byte of a request, nothing that opens the role, and never the token."""
-    thief = Thief(answer)
+    impostor = Impostor(answer)
     loop = asyncio.new_event_loop()
     peer = PeerAddress("ps", 0, "", token=TOKEN)
 
@@ -225,20 +225,20 @@ def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None
         channel: Any = loop.run_until_complete(opened(address)) if kind == "aio" else open_channel(address, None, TOKEN)
         assert attempt(channel) == PAYLOAD
     try:
-        with serving(address, interceptors=[thief]):
+        with serving(address, interceptors=[impostor]):
 
             def met() -> bool:
                 with pytest.raises(grpc.RpcError) as error:
                     attempt(channel)
                 refused = error.value.code()
                 assert refused in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
-                return bool(thief.metadata)
+                return bool(impostor.metadata)
 
-            until(met, "the channel has dialled the thief")
-        assert thief.heard == []
-        assert TOKEN not in repr(thief.metadata)
+            until(met, "the channel has dialled the impostor")
+        assert impostor.heard == []
+        assert TOKEN not in repr(impostor.metadata)
         with serving(address), grpc.insecure_channel(address) as plain_channel:
-            for stolen in thief.metadata:
+            for stolen in impostor.metadata:
                 shown = tuple((key, stolen[key]) for key in (CALL_METADATA, HANDSHAKE_METADATA) if key in stolen)
                 ways: Any = plain_channel.stream_stream("/test/StreamStream")
                 with pytest.raises(grpc.RpcError) as refused:
@@ -341,9 +341,9 @@ def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
 
 def test_unproven_is_said() -> None:
     """A server that answers a handshake without the token is distinguished from one that does not answer."""
-    thief = Thief(_proves_at_random)
+    impostor = Impostor(_proves_at_random)
     with (
-        serving(interceptors=[thief]) as (address, _),
+        serving(interceptors=[impostor]) as (address, _),
         open_channel(address, None, TOKEN) as channel,
         pytest.raises(grpc.RpcError) as refused,
     ):
@@ -372,15 +372,15 @@ UNBELIEVED = {
 
 
 @pytest.mark.parametrize("answer", UNBELIEVED.values(), ids=UNBELIEVED.keys())
-def test_what_a_thief_says_is_not_believed(answer: Callable[[grpc.ServicerContext], None]) -> None:
+def test_the_status_of_an_impostor_is_not_believed(answer: Callable[[grpc.ServicerContext], None]) -> None:
     """A status that ends a call before a proof counts, for a client that has known the role, as no answer at all."""
-    thief = Thief(answer)
+    impostor = Impostor(answer)
     with serving() as (address, _):
         channel = open_channel(address, None, TOKEN)
         assert call(channel, "UnaryUnary") == PAYLOAD
         stream = GrpcStream(channel, "/test/StreamStream", ())
         stream.close()
-    with channel, serving(address, interceptors=[thief]):
+    with channel, serving(address, interceptors=[impostor]):
         for attempt in (
             lambda: call(channel, "UnaryUnary"),
             lambda: GrpcStream(channel, "/test/StreamStream", ()),
@@ -388,15 +388,15 @@ def test_what_a_thief_says_is_not_believed(answer: Callable[[grpc.ServicerContex
         ):
 
             def met(attempt: Callable[[], object] = attempt) -> bool:
-                before = len(thief.metadata)
+                before = len(impostor.metadata)
                 with pytest.raises(grpc.RpcError) as error:
                     attempt()
                 failure = from_rpc(error.value, "ps 0")
                 assert type(failure) is UnavailableError, failure
-                return len(thief.metadata) > before
+                return len(impostor.metadata) > before
 
-            until(met, "the thief has been asked")
-    assert thief.heard == []
+            until(met, "the impostor has been asked")
+    assert impostor.heard == []
 
 
 @pytest.mark.parametrize("kind", ["sync", "aio"])

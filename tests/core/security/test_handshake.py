@@ -130,7 +130,7 @@ def test_sessions_differ_in_all_that_is_said() -> None:
     assert len({key for pair in keys for key in (pair.client, pair.server)}) == 18
 
 
-def test_who_does_not_know_the_token() -> None:
+def test_peers_that_do_not_know_the_token() -> None:
     """A server refuses such a client, and a client such a server, whatever else they say."""
     table, other = SessionTable("ps", 0, 7), Secret.of(TOKEN[::-1])
     for request in (make_request(other, "a:1"), make_request(SECRET, "a:1"), make_request(SECRET, "a:1")):

@@ -66,7 +66,7 @@ def without(frame: Frame, *names: str) -> Frame:
 
 class TestPack:
     @given(headers(), payloads)
-    def test_is_what_the_generated_class_reads(self, header: Frame, buffers: list[bytes]) -> None:
+    def test_the_generated_class_reads_a_packed_frame(self, header: Frame, buffers: list[bytes]) -> None:
         """The generated class reads header and payload back from a packed frame."""
         data = pack(header, buffers)
         read = type(header).FromString(data)

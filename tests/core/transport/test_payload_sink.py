@@ -29,7 +29,7 @@ CHUNK = SIZE + padding(SIZE)
 
 
 @given(st.data())
-def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
+def test_a_payload_is_received_in_place(data: st.DataObject) -> None:
     """The payload arrives in place, cut into frames anywhere and received in any pieces; torn frames are sent again."""
     targets = [np.zeros(size, np.uint8) for size in data.draw(st.lists(st.integers(0, 40), max_size=4))]
     whole = bytes(range(1, 251))[: sum(len(target) + padding(len(target)) for target in targets)]
@@ -180,7 +180,7 @@ def in_frames(head: ps_pb2.Request, payload: bytes, last: bool) -> Iterator[Sequ
 
 
 @pytest.mark.parametrize("sizes", BAD.values(), ids=BAD.keys())
-def test_what_does_not_come_whole_changes_nothing(
+def test_an_incomplete_payload_changes_nothing(
     strategy: ParameterServerStrategy, variable: Variable, sizes: list[tuple[int, bool]]
 ) -> None:
     """An incomplete payload is an error."""
