@@ -17,7 +17,8 @@ from pscluster.core.handles import Handle
 from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.values import splice
-from pscluster.core.values.encoding import ClassDefiner, children, nesting
+from pscluster.core.values.encoding import ClassDefiner
+from pscluster.core.values.nesting import children, nesting
 from pscluster.v1 import value_pb2, worker_pb2
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
