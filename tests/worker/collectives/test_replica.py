@@ -25,7 +25,7 @@ from pscluster.core.transport.tcp import peer
 from pscluster.core.transport.tcp.packets import tuned
 from pscluster.core.transport.tcp.stream import DataStream
 from pscluster.worker.collectives import algorithms
-from pscluster.worker.collectives.links import Link
+from pscluster.worker.collectives.link import Link
 from pscluster.worker.collectives.mailbox import ROOM_BYTES
 
 LARGE = 300_000
