@@ -121,7 +121,7 @@ class CallMaker:
         step, named = self.captured(fn), self.captured_lookups(lookups)
         key = step.function.digest, named.function.digest
         if (function := self._overlapping.pop(key, None)) is None:
-            function = self.functions.anew(partial_of(step.function.name, overlapped, step, named, 1))
+            function = self.functions.capture(partial_of(step.function.name, overlapped, step, named, 1))
             while len(self._overlapping) >= _MAX_OVERLAPPING:
                 self._overlapping.pop(next(iter(self._overlapping)), None)
         self._overlapping[key] = function  # at the end

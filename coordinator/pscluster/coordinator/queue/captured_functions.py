@@ -52,16 +52,16 @@ class CapturedFunctions:
                 reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
             except TypeError:  # no weak reference to it: captured each time, with the same digest
                 self._count_made(fn)
-                return self.anew(fn)
+                return self.capture(fn)
             self._captured[key] = reference, known
         entry = known.get(name)
         if entry is None or not (entry[1].are_same() or _is_kept(entry)):
             if entry is None:
                 self._count_made(fn)
-            entry = known[name] = self.anew(fn), Captures(fn)
+            entry = known[name] = self.capture(fn), Captures(fn)
         return entry[0]
 
-    def anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
+    def capture(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
         """Capture a function, whether or not it was captured before."""
         return capture(fn, policy=self._policy, holds_data=holds_data)
 

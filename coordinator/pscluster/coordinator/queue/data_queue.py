@@ -36,7 +36,7 @@ class DataQueue(GangQueue):
             dispatcher,
             self._resources.send_pipeline,
             self.over_shards,
-            self._functions.anew,
+            self._functions.capture,
         )
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Any] | Iterable[Any]) -> PerWorkerDataset:
@@ -77,9 +77,9 @@ class DataQueue(GangQueue):
         elif isinstance(dataset_fn, Iterator):
             raise ValueError("an iterator can be iterated over only once: give a list, or a function that makes one")
         else:
-            function = self._functions.anew(partial_of("elements", given, dataset_fn), holds_data=True)
+            function = self._functions.capture(partial_of("elements", given, dataset_fn), holds_data=True)
         if make is not None:
-            function = self._functions.anew(partial_of(function.name, make, FunctionHandle(function), *options))
+            function = self._functions.capture(partial_of(function.name, make, FunctionHandle(function), *options))
         return self._resources.dataset(function)
 
     def per_worker(self, fn: Callable[[], T]) -> PerWorker[T]:
@@ -127,7 +127,7 @@ class DataQueue(GangQueue):
                 "workers make themselves use per_worker(fn)"
             )
         value = array_for(initial_value, dtype, name)
-        function = self._functions.anew(partial_of(name, OwnValue, value), holds_data=True)
+        function = self._functions.capture(partial_of(name, OwnValue, value), holds_data=True)
         return PerWorkerVariable(
             self._resources.worker_object(function, self._on_all_workers), name, value.shape, value.dtype.name
         )

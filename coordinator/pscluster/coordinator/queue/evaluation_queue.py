@@ -166,7 +166,7 @@ class EvaluationQueue(DataQueue):
         snapshot = EvaluationSnapshot(self.context)
         inner = captured.renamed(snapshot.rename)
         evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
-        function = self._functions.anew(evaluate_shard).renamed(snapshot.rename)
+        function = self._functions.capture(evaluate_shard).renamed(snapshot.rename)
         values: list[RemoteValue] = []
         try:
             self._dispatcher.atomically(lambda: self._dispatcher.waits.check_may_run(function.name))

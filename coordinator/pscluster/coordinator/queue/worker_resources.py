@@ -55,7 +55,7 @@ class WorkerResources:
         resource_id = next(self._ids)
         # By its number it is no other one's.
         sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, resource_id)
-        function = self._functions.anew(sent, holds_data=True)
+        function = self._functions.capture(sent, holds_data=True)
         resource = DatasetResource(resource_id, function.handles)
         self._build(resource, function, (), id=resource_id, distributed=True)
         return resource
