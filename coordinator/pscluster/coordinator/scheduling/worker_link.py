@@ -26,9 +26,9 @@ import tenacity
 from pscluster.coordinator.scheduling.answers import Answers
 from pscluster.coordinator.scheduling.calls.call import Call, add_step, fill_arguments
 from pscluster.coordinator.scheduling.calls.function_errors import (
-    deadly,
     not_begun,
     too_long,
+    too_many_deaths,
     unpreparable,
     with_part_applied,
 )
@@ -191,12 +191,12 @@ class WorkerLink:
         reader, worker, handle = connection.ended, self._worker, self._handle
         writer = asyncio.create_task(self._write(connection))
         watcher = asyncio.create_task(connection.leaving())
-        heart = asyncio.create_task(connection.until_silent(self._state.worker_lease))
+        heartbeat = asyncio.create_task(connection.until_silent(self._state.worker_lease))
         abandoned = asyncio.create_task(handle.abandoned.wait())
         try:
-            await asyncio.wait((reader, writer, watcher, heart, abandoned), return_when=asyncio.FIRST_COMPLETED)
-            if heart.done():
-                raise UnavailableError(heart.result())
+            await asyncio.wait((reader, writer, watcher, heartbeat, abandoned), return_when=asyncio.FIRST_COMPLETED)
+            if heartbeat.done():
+                raise UnavailableError(heartbeat.result())
             if abandoned.done():
                 raise UnavailableError(handle.why_abandoned)
             if reader.done() and not watcher.done():  # if it left, the notice follows at once
@@ -225,7 +225,7 @@ class WorkerLink:
             if writer.done() and not writer.cancelled():
                 writer.result()
         finally:
-            await end_tasks((writer, watcher, heart, abandoned))
+            await end_tasks((writer, watcher, heartbeat, abandoned))
 
     async def _give_up(self, incarnation: int) -> None:
         """Close a lost worker's incarnation on every server, then queue its tasks again."""
@@ -260,7 +260,7 @@ class WorkerLink:
         if loss is Loss.TOO_LONG:
             error = too_long(self._index, ran)
         elif loss is Loss.DEADLY:
-            error = deadly(self._index, ran, self._state.max_attempts)
+            error = too_many_deaths(self._index, ran, self._state.max_attempts)
         elif loss is not None:
             self._state.metrics.retried_lost += 1
             if loss is Loss.RETRY:

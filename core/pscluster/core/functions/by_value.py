@@ -133,7 +133,7 @@ def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
     except MisuseError:  # of a handle that can't be sent now: it says why
         raise
     except Exception as error:
-        label, culprit, reason = _blame(function, error)
+        label, culprit, reason = _find_culprit(function, error)
         if isinstance(culprit, StaysHere):
             where = f"its variable {label!r} is" if label else "it is"
             raise TypeError(
@@ -232,14 +232,14 @@ def _size_of(obj: Any, depth: int = 4) -> int:
     return sum(_size_of(item, depth - 1) for _, item in itertools.islice(_parts(obj), MAX_ITEMS))
 
 
-def _blame(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:
+def _find_culprit(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:
     """Find the innermost part that can't be pickled: its name as the user would write it, itself, and the reason."""
     if depth and not isinstance(obj, StaysHere):
         for step, item in _parts(obj):
             try:
                 _dump(item)
             except Exception as cause:
-                return _blame(item, cause, _joined(label, step).lstrip("."), depth - 1)
+                return _find_culprit(item, cause, _joined(label, step).lstrip("."), depth - 1)
     return label, obj, error
 
 

@@ -76,7 +76,7 @@ def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
     return with_part_applied(call, error)
 
 
-def deadly(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
+def too_many_deaths(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
     """Return the error of a function that was running on `max_attempts` workers when they died."""
     call, error = task.payload, WorkerLostError()
     error.function, error.worker, error.attempts = call.function.name, worker, max_attempts

@@ -152,7 +152,7 @@ class WorkerConnection:
             return await self._attached.read() is not grpc.aio.EOF
         return False
 
-    def _pulse(self) -> Any:
+    def _heartbeat(self) -> Any:
         """Return the worker's node, on its own connection: calls must not queue after megabytes of arguments."""
         if self._heart is None:
             self._heart = open_aio_channel(self.peer)
@@ -160,7 +160,7 @@ class WorkerConnection:
 
     async def answers(self, seconds: float) -> bool:
         """Return whether the worker answers within this many seconds."""
-        return await _answers(self._pulse(), seconds)
+        return await _answers(self._heartbeat(), seconds)
 
     async def until_silent(self, lease: float) -> str:
         """Return, with the reason, when the worker has not answered for `lease` seconds: it is frozen or cut off.
@@ -169,11 +169,11 @@ class WorkerConnection:
         """
         if lease == math.inf:
             await asyncio.Event().wait()
-        heart = self._pulse()
+        heartbeat = self._heartbeat()
         awake, heard = AwakeTime(lease / _CHECKS), 0.0
         while (silent := awake.seconds - heard) < lease:
             asked = awake.seconds
-            asking = asyncio.create_task(_answers(heart, lease - silent))
+            asking = asyncio.create_task(_answers(heartbeat, lease - silent))
             try:
                 while not asking.done() and awake.seconds - heard < lease:
                     await asyncio.wait((asking,), timeout=awake.step)
