@@ -23,7 +23,7 @@ def disagreement_of(
     others = [staged for staged in run.in_order() if not staged.request.contribution.ended]
     known = [*itertools.islice(run.reducing.values(), 1), *(other.request.contribution for other in others[:1])]
     for theirs in known if not mine.ended else ():  # all that are known agree
-        first, second = sorted((mine, theirs), key=lambda of: of.replica)
+        first, second = sorted((mine, theirs), key=lambda message: message.replica)
         if mine.updated != theirs.updated:
             return (
                 f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
@@ -47,15 +47,15 @@ def disagreement_of(
     return "" if error is None else str(error)
 
 
-def _collectives(of: ps_pb2.Contribution) -> str:
-    if not of.calls:
+def _collectives(message: ps_pb2.Contribution) -> str:
+    if not message.calls:
         return "no collective"
-    return f"{of.calls} collective{'s' * (of.calls > 1)} (the last: {shown(of.last_call[:_MAX_CALL])})"
+    return f"{message.calls} collective{'s' * (message.calls > 1)} (the last: {shown(message.last_call[:_MAX_CALL])})"
 
 
-def _named(store: Store, of: ps_pb2.Contribution) -> str:
+def _named(store: Store, message: ps_pb2.Contribution) -> str:
     names = []
-    for variable in of.updated:
+    for variable in message.updated:
         held = store.directory.variables.get(variable)
         names.append(repr(held.spec.name) if held is not None else f"variable {variable}")
     short = ", ".join(names[:4]) or "nothing"

@@ -119,12 +119,12 @@ class Runs(Generic[T]):
 
     # After a restart, by one thread
 
-    def found(self, of: ps_pb2.Contribution, contribution: T) -> None:
+    def found(self, message: ps_pb2.Contribution, contribution: T) -> None:
         """Take a contribution from a log. All earlier steps were applied before it was staged."""
-        run = self.found_epoch(of.run, of.step, of.epoch)
-        if (of.step, of.epoch) == (run.applied, run.epoch):
-            run.replicas, run.together = of.replicas, of.together or 1
-            run.staged[of.replica] = contribution
+        run = self.found_epoch(message.run, message.step, message.epoch)
+        if (message.step, message.epoch) == (run.applied, run.epoch):
+            run.replicas, run.together = message.replicas, message.together or 1
+            run.staged[message.replica] = contribution
 
     def found_epoch(self, run_id: int, step: int, epoch: int, *, unusable: bool = False) -> Run[T]:
         """Take note that an epoch has begun before this step. `unusable`: of a contribution that can't be used."""

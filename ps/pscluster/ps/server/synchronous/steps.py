@@ -67,22 +67,22 @@ class StepPath:
         self, store: Store, request: ps_pb2.UpdateRequest, changes: list[Change], payload: Payload, total_bytes: int
     ) -> ps_pb2.UpdateReply:
         """Take a contribution whose payload has wholly arrived, or a question about a run."""
-        of = request.contribution
-        if of.kind not in (_AT_FIRST if store.index == 0 else _AT_OTHERS):
-            raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
-        if of.kind in _WITHOUT_ITEMS and request.items:
+        message = request.contribution
+        if message.kind not in (_AT_FIRST if store.index == 0 else _AT_OTHERS):
+            raise ProtocolError(f"a contribution of kind {message.kind} on ps {store.index}")
+        if message.kind in _WITHOUT_ITEMS and request.items:
             raise ProtocolError("updates with a question about a synchronous run")
-        if of.kind == ps_pb2.Contribution.TICK:
-            return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(of, request.job))
-        self._finish_torn(store, of.run)
-        if of.kind == ps_pb2.Contribution.OPEN:
-            state = self._open(store, of)
-        elif of.kind == ps_pb2.Contribution.WAIT:
+        if message.kind == ps_pb2.Contribution.TICK:
+            return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(message, request.job))
+        self._finish_torn(store, message.run)
+        if message.kind == ps_pb2.Contribution.OPEN:
+            state = self._open(store, message)
+        elif message.kind == ps_pb2.Contribution.WAIT:
             state = self._wait(store, request)
-        elif of.kind == ps_pb2.Contribution.REDUCE:
+        elif message.kind == ps_pb2.Contribution.REDUCE:
             state = self._reduce(store, request)
-        elif of.kind == ps_pb2.Contribution.READY:
-            state = self._ready(store, of)
+        elif message.kind == ps_pb2.Contribution.READY:
+            state = self._ready(store, message)
         else:
             check_contribution(changes)
             for change in changes:
@@ -90,10 +90,10 @@ class StepPath:
             contribution = Contribution(request, changes, payload, total_bytes)
             place = self._stage(store, contribution)
             if place not in (None, Place.ADMITTED):
-                state = self._ready(store, of, 0.0)
-            elif of.kind == ps_pb2.Contribution.COMMIT:
-                state = self._state(store, request, WAIT_SECONDS if of.wait else 0.0)
-                state.place = _PLACES[Place.ADMITTED] if of.backup else _State.PLACE_UNSPECIFIED
+                state = self._ready(store, message, 0.0)
+            elif message.kind == ps_pb2.Contribution.COMMIT:
+                state = self._state(store, request, WAIT_SECONDS if message.wait else 0.0)
+                state.place = _PLACES[Place.ADMITTED] if message.backup else _State.PLACE_UNSPECIFIED
             else:
                 reach("ps.stage_step.before")
                 self._log(store, contribution)
@@ -109,42 +109,42 @@ class StepPath:
 
     def _stage(self, store: Store, contribution: Contribution) -> Place | None:
         """Stage a contribution. With backup, return the replica's place; it is staged only if it is admitted."""
-        of = contribution.request.contribution
-        self._settle(store, of.run, of.step, of.after)
+        message = contribution.request.contribution
+        self._settle(store, message.run, message.step, message.after)
         runs = store.runs
         with runs.changed:
-            run = store.runs.idle(of.run)
+            run = store.runs.idle(message.run)
             update_checks.admit(store, contribution.request)  # again: the job may have been taken over since
             place = None
-            if store.index == 0 and (of.backup or run.backup):
-                place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
+            if store.index == 0 and (message.backup or run.backup):
+                place = run.place(message.step, message.epoch, message.replica, message.replicas, message.backup)
                 if place is not Place.ADMITTED:
                     return place
-            decision = run.admit(of.step, of.epoch, of.replica, of.replicas, of.together or 1)
+            decision = run.admit(message.step, message.epoch, message.replica, message.replicas, message.together or 1)
             if decision is ContributionDecision.STAGE:
                 if not run.staged:  # a coordinator settles the runs of the one before, before it begins one
                     runs.drop(lambda staged: staged.request.job != contribution.request.job)
                 _check_room(contribution, runs.contributions())
-                if of.kind == ps_pb2.Contribution.COMMIT:
-                    run.ended |= of.ended
-                    run.disagreement = run.disagreement or disagreement_of(store, run, of, contribution)
+                if message.kind == ps_pb2.Contribution.COMMIT:
+                    run.ended |= message.ended
+                    run.disagreement = run.disagreement or disagreement_of(store, run, message, contribution)
                 elif (error := difference([*run.in_order()[:1], contribution])) is not None:
                     raise error  # now: once the step is committed it has to be applied
-                run.staged[of.replica] = contribution
+                run.staged[message.replica] = contribution
                 runs.changed.notify_all()
             return place
 
-    def _ready(self, store: Store, of: ps_pb2.Contribution, seconds: float = WAIT_SECONDS) -> ps_pb2.StepState:
+    def _ready(self, store: Store, message: ps_pb2.Contribution, seconds: float = WAIT_SECONDS) -> ps_pb2.StepState:
         """Return whether a step counts with a replica; if not, once it is committed, or after a while."""
         runs, deadline = store.runs, time.monotonic() + seconds
         with runs.changed:
             while True:
-                run = runs.idle(of.run)
-                place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
+                run = runs.idle(message.run)
+                place = run.place(message.step, message.epoch, message.replica, message.replicas, message.backup)
                 if place is Place.UNKNOWN:
                     return ps_pb2.StepState(unknown=True)
                 state = ps_pb2.StepState(committed=run.applied, place=_PLACES[place])
-                if place is Place.ADMITTED or of.step < run.applied:
+                if place is Place.ADMITTED or message.step < run.applied:
                     return state
                 if run.disagreement:
                     raise MisuseError(run.disagreement)
@@ -158,57 +158,58 @@ class StepPath:
 
     def _reduce(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
         """Take note of what a replica updates. MisuseError if another one does otherwise."""
-        of = request.contribution
-        self._settle(store, of.run, of.step, of.after)
+        message = request.contribution
+        self._settle(store, message.run, message.step, message.after)
         with store.runs.changed:
-            run = store.runs.idle(of.run)
+            run = store.runs.idle(message.run)
             update_checks.admit(store, request)  # again: the job may have been taken over since
-            if run.admit(of.step, of.epoch, of.replica, of.replicas) is not ContributionDecision.APPLIED:
-                run.disagreement = run.disagreement or disagreement_of(store, run, of)
-                run.reducing[of.replica] = of
+            decision = run.admit(message.step, message.epoch, message.replica, message.replicas)
+            if decision is not ContributionDecision.APPLIED:
+                run.disagreement = run.disagreement or disagreement_of(store, run, message)
+                run.reducing[message.replica] = message
             if run.disagreement:
                 store.runs.changed.notify_all()
                 raise MisuseError(run.disagreement)
             return ps_pb2.StepState(committed=run.applied, ended=run.ended)
 
-    def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+    def _open(self, store: Store, message: ps_pb2.Contribution) -> ps_pb2.StepState:
         if store.index:
-            self._settle(store, of.run, of.step, of.after)
+            self._settle(store, message.run, message.step, message.after)
         with store.runs.changed:
-            run = store.runs.idle(of.run)
-            if of.backup:
-                run.open(of.epoch, of.replica, of.replicas, of.backup)
+            run = store.runs.idle(message.run)
+            if message.backup:
+                run.open(message.epoch, message.replica, message.replicas, message.backup)
             else:
-                run.begin(of.epoch)
+                run.begin(message.epoch)
             store.runs.changed.notify_all()
             committed = run.applied
         state = ps_pb2.StepState(committed=committed)
         decided = _decision(store)
-        if decided.get("run") == of.run:
+        if decided.get("run") == message.run:
             state.epoch = int(decided.get("epoch", 0))
-            state.before.update(_positions(decided.get("before", {}), of.replica))
-        state.after.update(_positions(_known_positions(store, decided), of.replica))
+            state.before.update(_positions(decided.get("before", {}), message.replica))
+        state.after.update(_positions(_known_positions(store, decided), message.replica))
         return state
 
     def _wait(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
-        of = request.contribution
+        message = request.contribution
         with store.runs.changed:
-            run = store.runs.idle(of.run)
-            if of.step >= run.applied:
-                run.begin(of.epoch)
-                if of.replica not in run.staged:
+            run = store.runs.idle(message.run)
+            if message.step >= run.applied:
+                run.begin(message.epoch)
+                if message.replica not in run.staged:
                     return ps_pb2.StepState(committed=run.applied, unknown=True, ended=run.ended)
         return self._state(store, request, WAIT_SECONDS)
 
     def _state(self, store: Store, request: ps_pb2.UpdateRequest, seconds: float) -> ps_pb2.StepState:
         """Return what became of a step, on server 0; apply it if all replicas have contributed. Wait, if not."""
-        of, runs, deadline = request.contribution, store.runs, time.monotonic() + seconds
+        message, runs, deadline = request.contribution, store.runs, time.monotonic() + seconds
         with runs.changed:
             while True:
-                run = store.runs.idle(of.run)
-                if run.applied > of.step:
+                run = store.runs.idle(message.run)
+                if run.applied > message.step:
                     return ps_pb2.StepState(committed=run.applied)
-                run.begin(of.epoch)  # refuses an epoch that is over
+                run.begin(message.epoch)  # refuses an epoch that is over
                 if run.disagreement:
                     raise MisuseError(run.disagreement)
                 if run.ended:
@@ -219,8 +220,8 @@ class StepPath:
                     return ps_pb2.StepState(committed=run.applied, missing=run.missing)
                 runs.changed.wait(left)
             update_checks.admit(store, request)  # from now on the job is not taken over until the step is applied
-            runs.begin_step(of.run)
-        self._apply(store, of.run, run)
+            runs.begin_step(message.run)
+        self._apply(store, message.run, run)
         return ps_pb2.StepState(committed=run.applied)
 
     def _settle(self, store: Store, run_id: int, step: int, epoch: int) -> None:

@@ -23,29 +23,31 @@ class Ticks:
         self._changed = threading.Condition()
         self._clocks = Clocks()
 
-    def take(self, of: ps_pb2.Contribution, job: int) -> ps_pb2.StepState:
-        """Take note of a replica's progress; return once all have completed `of.until` steps, or after a while."""
+    def take(self, message: ps_pb2.Contribution, job: int) -> ps_pb2.StepState:
+        """Take note of a replica's progress; return once all have completed `message.until` steps, or after a while."""
         deadline = time.monotonic() + WAIT_SECONDS
         with self._changed:
-            clock = self._clocks.of(of.run, job)
+            clock = self._clocks.of(message.run, job)
             before = clock.slowest, clock.end
-            known = clock.begin(of.epoch, of.replica, of.replicas, of.first)
-            if not of.begins:
-                known.reach(of.step, of.before, of.positions)
-                if of.ended:
-                    clock.end_at(of.step)
-            if (clock.slowest, clock.end) != before or of.begins:
+            known = clock.begin(message.epoch, message.replica, message.replicas, message.first)
+            if not message.begins:
+                known.reach(message.step, message.before, message.positions)
+                if message.ended:
+                    clock.end_at(message.step)
+            if (clock.slowest, clock.end) != before or message.begins:
                 self._changed.notify_all()
             while (left := deadline - time.monotonic()) > 0:
-                until = clock.end if clock.end is not None and clock.ending(of.step) else of.until
+                until = clock.end if clock.end is not None and clock.ending(message.step) else message.until
                 if clock.slowest >= until:
                     break
                 self._changed.wait(left)
-                clock.begin(of.epoch, of.replica, of.replicas, of.first)  # refuses an attempt that is over
-            ending = clock.ending(of.step)
+                clock.begin(
+                    message.epoch, message.replica, message.replicas, message.first
+                )  # refuses an attempt that is over
+            ending = clock.ending(message.step)
             ended = ending and clock.slowest >= (clock.end or 0)
             state = ps_pb2.StepState(committed=clock.slowest, missing=clock.behind, ending=ending, ended=ended)
-            if of.begins:
+            if message.begins:
                 state.own = known.steps
                 state.before.update(known.before)
                 state.after.update(known.after)
