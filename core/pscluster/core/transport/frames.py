@@ -79,14 +79,14 @@ def _varint(number: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
     result = shift = 0
     while True:
-        byte = data[at]  # IndexError at the end: a truncated message
-        at += 1
+        byte = data[offset]  # IndexError at the end: a truncated message
+        offset += 1
         result |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return result, at
+            return result, offset
         shift += 7
         if shift > 63:
             raise ProtocolError("a frame with a number of more than 64 bits")
@@ -114,30 +114,30 @@ def before_payload(header: Message, size: int) -> bytes:
 
 def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -> tuple[M, memoryview]:
     """Return the header, of at most `limit` bytes, and a view of the payload. ProtocolError if it is no such frame."""
-    at, end = 0, len(data)
+    offset, end = 0, len(data)
     try:
-        while at < end:
-            start = at
+        while offset < end:
+            start = offset
             if start > limit:  # no payload yet: no need to walk the remaining fields
                 raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload; the limit is {limit:,}")
             # Most numbers take one byte, and a function call takes longer than reading it.
-            tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
+            tag, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _read_varint(data, offset)
             wire_type = tag & 7
             if wire_type == 2:
-                length, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
-                if length > end - at:
-                    raise ProtocolError(f"a frame that declares {length} bytes, but contains {end - at}")
+                length, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _read_varint(data, offset)
+                if length > end - offset:
+                    raise ProtocolError(f"a frame that declares {length} bytes, but contains {end - offset}")
                 if tag == _PAYLOAD_TAG:
-                    if at + length != end or data[start] != _PAYLOAD_TAG:
+                    if offset + length != end or data[start] != _PAYLOAD_TAG:
                         _check_header(end - length, limit)
                         return _unpack_any_order(data, message_class)
                     _check_header(start, limit)
-                    return message_class.FromString(data[:start]), memoryview(data)[at:]
-                at += length
+                    return message_class.FromString(data[:start]), memoryview(data)[offset:]
+                offset += length
             elif wire_type == 0:
-                at = at + 1 if data[at] < 0x80 else _read_varint(data, at)[1]
+                offset = offset + 1 if data[offset] < 0x80 else _read_varint(data, offset)[1]
             elif wire_type in (1, 5):
-                at += 8 if wire_type == 1 else 4
+                offset += 8 if wire_type == 1 else 4
             else:
                 raise ProtocolError(f"a frame with wire type {wire_type}")
         _check_header(end, limit)
@@ -153,20 +153,20 @@ def head_of(start: bytes, size: int, message_class: type[M]) -> tuple[M, int] | 
 
     None if they do not suffice, or if the payload is not last: pass the whole frame to `unpack`.
     """
-    at = 0
+    offset = 0
     try:
         while True:
-            tag_at = at
-            tag, at = (start[at], at + 1) if start[at] < 0x80 else _read_varint(start, at)
+            tag_at = offset
+            tag, offset = (start[offset], offset + 1) if start[offset] < 0x80 else _read_varint(start, offset)
             if tag & 7 == 2:
-                length, at = (start[at], at + 1) if start[at] < 0x80 else _read_varint(start, at)
+                length, offset = (start[offset], offset + 1) if start[offset] < 0x80 else _read_varint(start, offset)
                 if tag == _PAYLOAD_TAG:
-                    return (message_class.FromString(start[:tag_at]), at) if at + length == size else None
-                at += length
+                    return (message_class.FromString(start[:tag_at]), offset) if offset + length == size else None
+                offset += length
             elif tag & 7 == 0:
-                at = at + 1 if start[at] < 0x80 else _read_varint(start, at)[1]
+                offset = offset + 1 if start[offset] < 0x80 else _read_varint(start, offset)[1]
             elif tag & 7 in (1, 5):
-                at += 8 if tag & 7 == 1 else 4
+                offset += 8 if tag & 7 == 1 else 4
             else:
                 return None
     except (IndexError, DecodeError, ProtocolError):

@@ -43,10 +43,10 @@ def with_crc(form: struct.Struct, *fields: bytes | int) -> bytes:
     return data + struct.pack("<I", zlib.crc32(data))
 
 
-def checked(form: struct.Struct, data: bytes, at: int) -> tuple[Any, ...] | None:
+def checked(form: struct.Struct, data: bytes, offset: int) -> tuple[Any, ...] | None:
     """Return the fields without their CRC; None if that does not match."""
-    *fields, crc = form.unpack_from(data, at)
-    return tuple(fields) if crc == zlib.crc32(data[at : at + form.size - 4]) else None
+    *fields, crc = form.unpack_from(data, offset)
+    return tuple(fields) if crc == zlib.crc32(data[offset : offset + form.size - 4]) else None
 
 
 def header_of(checksum: int, size: int, batch: int, generation: int, record: int) -> bytes:

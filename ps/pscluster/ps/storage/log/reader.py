@@ -120,7 +120,7 @@ def _segment_head(path: Path, data: bytes) -> _Segment:
     if len(data) == FIRST and (head := checked(SEGMENT, data, 0)) is not None:
         magic, generation, previous, boot = head
         offsets = SEGMENT.size, SEGMENT.size + MARK.size
-        marks = [mark for at in offsets if (mark := checked(MARK, data, at)) is not None]
+        marks = [mark for offset in offsets if (mark := checked(MARK, data, offset)) is not None]
         if magic == SEGMENT_MAGIC and path.name == f"log-{generation:06d}.bin" and marks:
             return _Segment(generation, previous, boot == machine_boot_id() != b"", *max(marks))
     raise DamagedError(f"{path} is damaged at its beginning, or is not a segment of a log")
@@ -130,28 +130,28 @@ def _records_of(
     path: Path, head: _Segment, data: bytes, last: bool, dropped: Dropped | None
 ) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, tuple[int, int]]:
     """Yield the records of one segment; return where the last whole one ends, and their number."""
-    at, count, view = FIRST, 0, memoryview(data)
-    while at < len(data):
-        if (end := _whole(view, at, head.generation, count + 1)) == 0:
+    offset, count, view = FIRST, 0, memoryview(data)
+    while offset < len(data):
+        if (end := _whole(view, offset, head.generation, count + 1)) == 0:
             break
         try:
-            yield unpack(data[at + HEAD.size : end], state_pb2.LogRecord, end)
+            yield unpack(data[offset + HEAD.size : end], state_pb2.LogRecord, end)
         except ProtocolError as error:
-            raise DamagedError(f"{path} holds an invalid record at byte {at:,}: {error}") from None
-        at, count = end, count + 1
-    if at < _required_end(data, head, at) or (not last and (at < head.end or any(view[at:]))):
-        raise DamagedError(f"{path} is damaged at byte {at:,}, with updates that were acknowledged")
+            raise DamagedError(f"{path} holds an invalid record at byte {offset:,}: {error}") from None
+        offset, count = end, count + 1
+    if offset < _required_end(data, head, offset) or (not last and (offset < head.end or any(view[offset:]))):
+        raise DamagedError(f"{path} is damaged at byte {offset:,}, with updates that were acknowledged")
     if last and not head.same_boot:
         missing = Dropped() if dropped is None else dropped
-        if lost := _count_lost(data, head, at, count, missing):
+        if lost := _count_lost(data, head, offset, count, missing):
             logger.warning(
                 "%s: at least %d acknowledged updates were lost, from byte %s on, because they had not been synced "
                 "when the machine stopped; start servers with --fsync to prevent this",
                 path,
                 lost,
-                f"{at:,}",
+                f"{offset:,}",
             )
-    return at, count
+    return offset, count
 
 
 def _required_end(data: bytes, head: _Segment, hole: int) -> int:
@@ -168,46 +168,48 @@ def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dro
     """Count at least the records that were acknowledged after the first `whole` ones."""
     headers, view = list(_headers(data, hole, head.generation)), memoryview(data)
     acknowledged = max([head.end, *(header.batch for _, header in headers)])
-    lost = [(at, header) for at, header in headers if at < acknowledged and header.record > whole]
+    lost = [(offset, header) for offset, header in headers if offset < acknowledged and header.record > whole]
     total = max([head.records, *(header.record for _, header in lost)]) - whole
     known = 0
-    for at, header in lost:
-        end = at + HEAD.size + header.size
-        if _whole(view, at, head.generation, header.record):
+    for offset, header in lost:
+        end = offset + HEAD.size + header.size
+        if _whole(view, offset, head.generation, header.record):
             with contextlib.suppress(ProtocolError):
-                dropped.add(unpack(data[at + HEAD.size : end], state_pb2.LogRecord, end)[0])
+                dropped.add(unpack(data[offset + HEAD.size : end], state_pb2.LogRecord, end)[0])
                 known += 1
     dropped.unknown += max(total - known, 0)
     dropped.records += max(total, 0)
     return max(total, 0)
 
 
-def _headers(data: bytes, at: int, generation: int) -> Iterator[tuple[int, _Header]]:
-    """Yield the intact headers from `at` on, whatever is between them."""
+def _headers(data: bytes, offset: int, generation: int) -> Iterator[tuple[int, _Header]]:
+    """Yield the intact headers from `offset` on, whatever is between them."""
     mark, view = struct.pack("<I", MAGIC), memoryview(data)
-    while (at := data.find(mark, at)) >= 0:
-        header = _header_at(view, at, generation)
+    while (offset := data.find(mark, offset)) >= 0:
+        header = _header_at(view, offset, generation)
         if header is not None:
-            yield at, header
+            yield offset, header
         # Skip intact bodies: they may contain anything, headers too.
-        at += HEAD.size + header.size if header is not None and _whole(view, at, generation, header.record) else 1
+        offset += (
+            HEAD.size + header.size if header is not None and _whole(view, offset, generation, header.record) else 1
+        )
 
 
-def _header_at(data: memoryview, at: int, generation: int) -> _Header | None:
+def _header_at(data: memoryview, offset: int, generation: int) -> _Header | None:
     """Return the header at this offset; None if there is no intact one of this segment."""
-    if len(data) < at + HEAD.size:
+    if len(data) < offset + HEAD.size:
         return None
-    magic, crc, checksum, size, batch, segment, record = HEAD.unpack_from(data, at)
-    if magic != MAGIC or segment != generation or crc != zlib.crc32(data[at + HEAD_REST : at + HEAD.size]):
+    magic, crc, checksum, size, batch, segment, record = HEAD.unpack_from(data, offset)
+    if magic != MAGIC or segment != generation or crc != zlib.crc32(data[offset + HEAD_REST : offset + HEAD.size]):
         return None
     return _Header(checksum, size, batch, record)
 
 
-def _whole(data: memoryview, at: int, generation: int, record: int) -> int:
+def _whole(data: memoryview, offset: int, generation: int, record: int) -> int:
     """Return where the record at this offset ends; 0 if it is not that of record number `record`, or is not whole."""
-    header = _header_at(data, at, generation)
+    header = _header_at(data, offset, generation)
     if header is None or header.record != record or not header.size:
         return 0
-    end = at + HEAD.size + header.size
-    whole = end <= len(data) and checksum_of(data[at + HEAD.size : end]) == header.checksum
+    end = offset + HEAD.size + header.size
+    whole = end <= len(data) and checksum_of(data[offset + HEAD.size : end]) == header.checksum
     return end if whole else 0
