@@ -170,8 +170,8 @@ def string_ids(ids: npt.ArrayLike, name: str, most: int) -> Strings:
         result = _narrow(array)
         check_strings(result, name)
         if result.itemsize > most:
-            at = int(np.char.str_len(result.reshape(-1)).argmax())
-            raise _too_long(name, result.shape, at, result.reshape(-1)[at], most)
+            position = int(np.char.str_len(result.reshape(-1)).argmax())
+            raise _too_long(name, result.shape, position, result.reshape(-1)[position], most)
         return result
     if array.dtype.kind not in "OT":
         raise InvalidUpdateError(
@@ -181,11 +181,11 @@ def string_ids(ids: npt.ArrayLike, name: str, most: int) -> Strings:
     encoded = _encoded(array.reshape(-1).tolist(), name, array.shape)
     longest = max(map(len, encoded))
     if longest > most:
-        at = next(at for at, one in enumerate(encoded) if len(one) > most)
-        raise _too_long(name, array.shape, at, encoded[at], most)
+        position = next(position for position, one in enumerate(encoded) if len(one) > most)
+        raise _too_long(name, array.shape, position, encoded[position], most)
     if b"\0" in b"".join(encoded):
-        at = next(at for at, one in enumerate(encoded) if b"\0" in one)
-        raise _refused(name, array.shape, at, encoded[at], "has a NUL, which ids can't have")
+        position = next(position for position, one in enumerate(encoded) if b"\0" in one)
+        raise _refused(name, array.shape, position, encoded[position], "has a NUL, which ids can't have")
     return np.array(encoded, f"S{max(longest, 1)}").reshape(array.shape)
 
 
@@ -195,8 +195,8 @@ def check_strings(ids: Strings, name: str) -> None:
     codes = flat.view(np.uint8).reshape(len(flat), flat.itemsize)
     after_nul = (codes[:, :-1] == 0) & (codes[:, 1:] != 0)
     if after_nul.any():
-        at = int(after_nul.any(1).argmax())
-        raise _refused(name, ids.shape, at, flat[at], "has a NUL, which ids can't have")
+        position = int(after_nul.any(1).argmax())
+        raise _refused(name, ids.shape, position, flat[position], "has a NUL, which ids can't have")
     if codes.size and int(codes.max()) >= 0x80:
         try:  # one after another, unless one begins in the middle of a character
             if not ((codes[:, 0] & 0xC0) == 0x80).any():
@@ -247,27 +247,27 @@ def _encoded(flat: Sequence[Any], name: str, shape: tuple[int, ...]) -> list[byt
         except UnicodeEncodeError:
             pass
     encoded = []
-    for at, text in enumerate(flat):
+    for position, text in enumerate(flat):
         if not isinstance(text, str | bytes):
             said = "None" if text is None else f"{str(text)[:60]}, {type_of(text)}"
-            raise InvalidUpdateError(f"table {name!r}: ids are strings, but ids{_place(shape, at)} is {said}")
+            raise InvalidUpdateError(f"table {name!r}: ids are strings, but ids{_place(shape, position)} is {said}")
         try:
             encoded.append(text.encode() if isinstance(text, str) else text.decode().encode())
         except UnicodeError:
-            raise _refused(name, shape, at, text, "is not UTF-8") from None
+            raise _refused(name, shape, position, text, "is not UTF-8") from None
     return encoded
 
 
-def _too_long(name: str, shape: tuple[int, ...], at: int, row_id: bytes, most: int) -> InvalidUpdateError:
+def _too_long(name: str, shape: tuple[int, ...], position: int, row_id: bytes, most: int) -> InvalidUpdateError:
     why = f"has {len(row_id):,} bytes of UTF-8; the limit of the table, its max_id_bytes, is {most:,}"
-    return _refused(name, shape, at, row_id, why)
+    return _refused(name, shape, position, row_id, why)
 
 
-def _refused(name: str, shape: tuple[int, ...], at: int, row_id: str | bytes, why: str) -> InvalidUpdateError:
-    return InvalidUpdateError(f"table {name!r}: ids{_place(shape, at)}, {shown(row_id)}, {why}")
+def _refused(name: str, shape: tuple[int, ...], position: int, row_id: str | bytes, why: str) -> InvalidUpdateError:
+    return InvalidUpdateError(f"table {name!r}: ids{_place(shape, position)}, {shown(row_id)}, {why}")
 
 
-def _place(shape: tuple[int, ...], at: int) -> str:
+def _place(shape: tuple[int, ...], position: int) -> str:
     """Return the index of an element by its number: of a single id there is none."""
-    index = [int(axis) for axis in np.unravel_index(at, shape)] if shape else []
+    index = [int(axis) for axis in np.unravel_index(position, shape)] if shape else []
     return f"{index}" if index else ""

@@ -111,13 +111,13 @@ class Serving:
         return [Answer(question) for question in waiting]
 
 
-def place_among(at: int, hosts: Sequence[str]) -> dict[str, int]:
+def place_among(rank: int, hosts: Sequence[str]) -> dict[str, int]:
     """Return where a member is, beside those on the same host; nothing if the hosts are not known."""
-    if at >= len(hosts):
+    if rank >= len(hosts):
         return {}
-    there = [index for index, host in enumerate(hosts) if host == hosts[at]]
+    there = [index for index, host in enumerate(hosts) if host == hosts[rank]]
     return {
-        "local_rank": there.index(at),
+        "local_rank": there.index(rank),
         "local_world_size": len(there),
-        "node_rank": list(dict.fromkeys(hosts)).index(hosts[at]),
+        "node_rank": list(dict.fromkeys(hosts)).index(hosts[rank]),
     }

@@ -17,8 +17,8 @@ from pscluster.core.context import FunctionContext, current_function, in_backgro
 class Source(Protocol):
     """Data that functions take elements of."""
 
-    def peek(self, at: int, check: Callable[[], object]) -> Any:
-        """Return the element that is given after `at` others from now on. `check` raises if there is no need for it.
+    def peek(self, ahead: int, check: Callable[[], object]) -> Any:
+        """Return the element that is given after `ahead` others from now on. `check` raises if there is no need for it.
 
         Raise what `next()` would raise for it.
         """
@@ -40,14 +40,14 @@ class LookAhead:
 
     def next_of(self, source: Source) -> Any:
         """Return the next element of a source for the function, and leave it there."""
-        at = self._taken.get(id(source), 0)
+        ahead = self._taken.get(id(source), 0)
         try:
             with on_behalf_of(self._neutral):
-                element = source.peek(at, self._function.check)
+                element = source.peek(ahead, self._function.check)
         except BaseException:
             self.failed = True
             raise
-        self._taken[id(source)] = at + 1
+        self._taken[id(source)] = ahead + 1
         return element
 
 

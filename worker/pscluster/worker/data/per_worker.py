@@ -220,17 +220,17 @@ class WorkerIterator(_Built):
             overlap.took(self)
         return element
 
-    def peek(self, at: int, check: Callable[[], object]) -> Any:
-        """Return the element that is given after `at` others from now on, and keep it until then. See `look_ahead`."""
+    def peek(self, ahead: int, check: Callable[[], object]) -> Any:
+        """Return the element that is given after `ahead` others from now on, and keep it. See `look_ahead`."""
         check()
         with self._lock:
             if self._error is None and not self._recent:
                 self._begin = self.given
             self._peeked = True
-            while self.given + at >= self._begin + len(self._recent):
+            while self.given + ahead >= self._begin + len(self._recent):
                 self._check()
                 self._recent.append(self._next(waits=False))
-            return self._recent[self.given + at - self._begin]
+            return self._recent[self.given + ahead - self._begin]
 
     def _check_next(self) -> None:
         """Raise the stored error, unless an element that was peeked at before is the next. Under the lock."""

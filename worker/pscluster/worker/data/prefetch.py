@@ -142,14 +142,14 @@ class Part(Handle):
         if self._processed is not None:
             self._processed.close()
 
-    def peek(self, at: int, check: Callable[[], object]) -> Any:
-        """Return the element that is given after `at` others from now on, and keep it until then. See `look_ahead`."""
-        while len(self.peeked) <= at:
+    def peek(self, ahead: int, check: Callable[[], object]) -> Any:
+        """Return the element that is given after `ahead` others from now on, and keep it. See `look_ahead`."""
+        while len(self.peeked) <= ahead:
             check()
             arrived, element = self._reader.next_of(self)
             if arrived:
                 self.peeked.append(element)
-        element = self.peeked[at]
+        element = self.peeked[ahead]
         if isinstance(element, DatasetError):
             raise element
         if isinstance(element, _Fatal):

@@ -38,33 +38,33 @@ def lines_of(read: Read, size: int, start: int, stop: int, odd: tuple[int, int] 
         first, _ = _after_break(data, 0, odd and odd[0])
         if first < 0 or before + first >= stop:
             return stop, b""
-    at = stop - 1 - before
-    line, end, quotes = at, len(data), odd and odd[1]
+    offset = stop - 1 - before
+    line, end, quotes = offset, len(data), odd and odd[1]
     while stop < size:
-        end, quotes = _after_break(data, at, quotes)
-        at = len(data)
-        if end >= 0 or before + at >= size:
+        end, quotes = _after_break(data, offset, quotes)
+        offset = len(data)
+        if end >= 0 or before + offset >= size:
             break
-        if at - line > LONGEST_LINE:
+        if offset - line > LONGEST_LINE:
             raise ValueError(f"a line at byte {before + line:,} has more than {LONGEST_LINE:,} bytes")
         # Twice as much each time, so that a long line is not copied again and again.
-        more = read(before + at, min(size, before + at + max(_STEP, at - line)))
+        more = read(before + offset, min(size, before + offset + max(_STEP, offset - line)))
         if not more:
             break
         data += more
     return before + first, data[first:] if end < 0 else data[first:end]
 
 
-def _after_break(data: bytes, at: int, odd: int | None) -> tuple[int, int | None]:
-    """Return the index after the first line break at `at` or later, or -1; and whether quotes are open there."""
-    while (index := data.find(b"\n", at)) >= 0:
+def _after_break(data: bytes, offset: int, odd: int | None) -> tuple[int, int | None]:
+    """Return the index after the first line break at `offset` or later, or -1; and whether quotes are open there."""
+    while (index := data.find(b"\n", offset)) >= 0:
         if odd is None:
             return index + 1, None
-        odd ^= data.count(b'"', at, index) & 1
+        odd ^= data.count(b'"', offset, index) & 1
         if not odd:
             return index + 1, 0
-        at = index + 1
-    return -1, None if odd is None else odd ^ data.count(b'"', at) & 1
+        offset = index + 1
+    return -1, None if odd is None else odd ^ data.count(b'"', offset) & 1
 
 
 def odd_quotes(blocks: Iterable[bytes]) -> bytes:
