@@ -41,8 +41,8 @@ from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 Request = ps_pb2.MoveRequest
-OWN, MOVING, RULE = 2, 1, 1000
-"""A variable of the target, one of the source, and an optimizer of both."""
+OWN, MOVING, CUT, RULE = 2, 1, 7, 1000
+"""A variable of the target, one of the source, the first one once it is cut, and an optimizer of both."""
 
 both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG], ids=lambda kind: str(kind.value))
 
@@ -249,3 +249,100 @@ def test_a_move_that_is_given_up(sides: tuple[Side, Side], tmp_path: Path, kind:
     assert names(folder) == files
     with pytest.raises(StaleError, match="this move is over"):
         file.put("value", 0, memoryview(b"late"))
+
+
+class OneCut:
+    """A variable of the target that is cut into two shards there, all of which is filled in."""
+
+    def __init__(self, target: Side) -> None:
+        self.target, self.values = target, np.full(40, 2, np.float32)
+        self.final = ps_pb2.VariableSpec()
+        self.final.CopyFrom(target.store.directory.variables[OWN].spec)
+        self.final.id, self.final.origin, self.final.owners[:] = CUT, OWN, [1, 1]
+        self.final.splits[0].ends[:] = [25, 40]
+
+    def ask(self, action: Request.Action, payload: bytes = b"", **fields: Any) -> None:
+        request = Request(job=JOB, id=5, action=action, variable=OWN, **fields)
+        self.target.moves.handle(self.target.store, request, memoryview(payload))
+
+    def make(self) -> None:
+        made = ps_pb2.VariableSpec()
+        made.CopyFrom(self.final)
+        made.name, made.evaluation = f"pscluster/cut/{CUT}/v", 8
+        self.ask(Request.MAKE, spec=made)
+        self.target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))  # functions run
+        self.ask(Request.CAPTURE, shard=0)
+        for shard, part in enumerate(np.split(self.values, [25])):
+            self.ask(Request.FILL, part.tobytes(), shard=shard, arrays=["value"])
+            self.ask(Request.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=2))
+
+    def found(self, folder: Path, kind: Durability) -> tuple[int, list[float]]:
+        """Return which variable there is after a death, and its values."""
+        held = [held for held in found_in(killed(folder), kind).held()[0] if not held.spec.evaluation]
+        (there,) = [each for each in held if each.spec.id in (OWN, CUT)]
+        return there.spec.id, np.concatenate([shard.array for _, shard in sorted(there.shards.items())]).tolist()
+
+
+@both
+def test_new_shards_of_a_cut(sides: tuple[Side, Side], tmp_path: Path, kind: Durability) -> None:
+    """They are saved beside what was saved before, as long as nothing else needs to be; the log goes on."""
+    cut, folder = OneCut(sides[1]), tmp_path / "s"
+    cut.target.manager.save()
+    cut.make()
+    files, before = {name for name in names(folder) if name.endswith("safetensors")}, last_segment(folder)
+    cut.ask(Request.SEAL)
+    assert cut.found(folder, kind) == (OWN, [2.0 if kind is Durability.LOG else 1.0] * 40)
+    cut.ask(Request.ADOPT, spec=cut.final)
+    assert cut.found(folder, kind) == (CUT, [2.0] * 40)
+    assert last_segment(folder) == before
+    assert len({name for name in names(folder) if name.endswith("safetensors")} - files) == 2, "one for each new shard"
+    for shard, length in enumerate((25, 15)):
+        cut.target.client.update(dense(ps_pb2.ADD, np.ones(length, np.float32), CUT, shard))
+    assert cut.found(folder, kind) == (CUT, [3.0 if kind is Durability.LOG else 2.0] * 40)
+    cut.target.manager.save()
+    assert cut.found(folder, kind) == (CUT, [3.0] * 40)
+
+
+@both
+def test_a_death_at_any_moment_of_a_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """A process that dies before any call of the operating system restarts with old shards, or with new ones."""
+    disk, outcomes = Disk(monkeypatch), list[int]()
+    old = [2.0 if kind is Durability.LOG else 1.0] * 40
+
+    def left() -> Path | None:
+        return disk.copy
+
+    for at in range(1, 200, 4):
+        folder = tmp_path / f"{at}" / "s"
+        with pair(folder, kind) as (_, target):
+            cut = OneCut(target)
+            target.manager.save()
+            cut.make()
+            disk.folder, disk.copy, disk.dies_in = folder, None, at
+            cut.ask(Request.SEAL)
+            cut.ask(Request.ADOPT, spec=cut.final)
+            target.manager.save()
+            disk.folder = None
+            if (folder_left := left()) is None:
+                break
+            variable, values = cut.found(folder_left, kind)
+            assert values == (old if variable == OWN else [2.0] * 40)
+            outcomes.append(variable)
+    assert outcomes == sorted(outcomes, key=[OWN, CUT].index), "from one moment on it has the new ones"
+    assert {*outcomes} == {OWN, CUT}
+
+
+def test_no_room_for_new_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut is refused, and nothing of it is left."""
+    folder = tmp_path / "s"
+    with pair(folder, Durability.LOG) as (_, target):
+        cut = OneCut(target)
+        cut.make()
+        files, room = names(folder), Trouble(monkeypatch, "posix_fallocate", "state-", errno.ENOSPC)
+        room.armed = True
+        with pytest.raises(PsClusterError, match=f"a shard can't be saved: No space left on device in {folder}"):
+            cut.ask(Request.SEAL)
+        assert names(folder) == files
+        cut.ask(Request.ABANDON, spec=ps_pb2.VariableSpec(evaluation=8))
+        room.armed = False
+        assert cut.found(folder, Durability.LOG) == (OWN, [2.0] * 40)

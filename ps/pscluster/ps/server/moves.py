@@ -341,7 +341,7 @@ class Moves:
             if before is None:
                 raise StaleError(f"variable {spec.name!r} was deleted, or its shards have moved, meanwhile")
             reach("ps.adopt.before")
-            self._manager.save_shard(store, variable, index, shard, staged.file)
+            self._manager.save_shards(store, {(variable, index): (shard, staged.file)})
         except PsClusterError:
             if before is not None:
                 store.uninstall(before)

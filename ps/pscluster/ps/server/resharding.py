@@ -36,7 +36,7 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.limits import check_name
-from pscluster.core.transport.frames import Buffer
+from pscluster.core.transport.frames import Buffer, view
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding import table_resharding
 from pscluster.ps.server.embedding.tables import new_array
@@ -44,6 +44,7 @@ from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MOVE_BYTES, RESERVED, partition_of
+from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.tables import SEEN, check_table, row_limit
@@ -102,8 +103,7 @@ class Resharding:
             case ps_pb2.MoveRequest.SETTLE:
                 self._settle(store, request)
             case ps_pb2.MoveRequest.SEAL:
-                self._check_under_way(store, request)
-                self._manager.save()
+                self._seal(store, request)
                 reach("ps.seal.saved")
             case ps_pb2.MoveRequest.ADOPT:
                 self._adopt(store, request.spec, request.job)
@@ -264,6 +264,28 @@ class Resharding:
                     named.setdefault(key, set()).update(same.nth)
             ledger.replace(held.spec.id, request.shard, named)
 
+    def _seal(self, store: Store, request: ps_pb2.MoveRequest) -> None:
+        """Save the new shards beside what was saved before, so that it does not matter how much else the server has."""
+        known = self._check_under_way(store, request)
+        held = store.directory.variables.get(known.new)
+        files = dict[tuple[int, int], tuple[Shard, ShardFile | None]]()
+        try:
+            for index, shard in held.shards.items() if held is not None else ():
+                with shard.lock:
+                    arrays = shard.arrays()
+                file = self._manager.shard_file(known.new, index, arrays)
+                files[known.new, index] = shard, file
+                if file is not None:
+                    for name, array in arrays.items():
+                        file.put(name, 0, view(array))
+            self._manager.save_shards(store, files)
+        except OSError as error:
+            raise PsClusterError(f"the new shards can't be saved: {error.strerror or error}") from None
+        finally:
+            for _, file in files.values():
+                if file is not None:
+                    file.discard()  # unless it was saved
+
     def _adopt(self, store: Store, spec: ps_pb2.VariableSpec, job: int) -> None:
         with self._adopting:
             self._unsaved = True
@@ -271,9 +293,10 @@ class Resharding:
             self.forget()
             reach("ps.adopt_cut.before")
             try:
-                self.persist()
+                self._manager.save_shards(store)
             except PsClusterError as error:  # it is repeated until it is saved
                 raise UnavailableError(str(error)) from None
+            self._unsaved = False
         reach("ps.adopt_cut.saved")
 
     def _abandon(self, store: Store, request: ps_pb2.MoveRequest) -> None:

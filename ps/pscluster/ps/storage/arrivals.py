@@ -1,15 +1,17 @@
-"""A shard that comes from another server, saved without writing anew what this server has had before.
+"""Shards that come from elsewhere, saved without writing anew what this server has had before.
 
-Its pages are written into a file of their own as they come, while the source still serves the shard and changes it
-(`ShardFile`). Nothing refers to the file, so it does not count, and is removed if the process dies. Once the shard is
-frozen only its last pages are missing. Then a manifest extends that of the last generation (`extended`): it has the new
-shard, and the other ones as they were saved there. Their log is not begun anew, but goes on: the manifest says with
-which generation it begins. So what is saved while a shard is frozen does not depend on how much else the server has.
+The pages of one that moves here are written into a file of their own as they come, while the source still serves the
+shard and changes it (`ShardFile`). Nothing refers to the file, so it does not count, and is removed if the process
+dies. Once the shard is frozen only its last pages are missing. Then a manifest extends that of the last generation
+(`extended`): it has the new shard, and the other ones as they were saved there. Their log is not begun anew, but goes
+on: the manifest says with which generation it begins. So what is saved while a shard is frozen does not depend on how
+much else the server has.
 
     (none) --begin--> OPEN --put, put, ...--> OPEN --finish--> whole, on the disk --manifest--> it counts
                         \\--discard, another job, or the process dies--> removed
 
-A shard that leaves is noted in the same way, by a manifest without it.
+A shard that leaves is noted in the same way, by a manifest without it. The new shards of a variable that is cut are
+written when all of them are there (`ps.server.resharding`); their manifest has the files of all.
 
 A replay of the log goes by the shards' counts, which go with a shard: records from before it left are not applied again
 when it has come back. The rest of the manifest is as of now, which is later than the shards: functions that had ended,

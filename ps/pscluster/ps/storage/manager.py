@@ -302,11 +302,17 @@ class StateManager(StateSaver):
             self._arriving.append(file)
         return file
 
-    def save_shard(self, store: Store, variable: int, index: int, shard: Shard, file: ShardFile | None) -> None:
-        """Return once a shard that has arrived, and does not change yet, is saved. PsClusterError if it can't be."""
-        extension = Extension(store, (variable, index), shard, file)
+    def save_shards(
+        self, store: Store, arrived: Mapping[tuple[int, int], tuple[Shard, ShardFile | None]] | None = None
+    ) -> None:
+        """Return once shards that have arrived, and do not change yet, are saved, and that others have left.
+
+        PsClusterError if it can't be saved. `arrived`: by variable and shard, with their files.
+        """
+        files = {name: (shard, file) for name, (shard, file) in (arrived or {}).items() if file is not None}
+        extension = Extension(store, files)
         with self._changed:
-            if file is not None:
+            if self._directory is not None and len(files) == len(arrived or {}):
                 self._extensions.append(extension)
                 self._changed.notify_all()
                 while not extension.ended:

@@ -9,7 +9,8 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pscluster.core.errors import ConfigurationError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
@@ -30,12 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Extension:
-    """What the last generation is to be extended by: a shard that has arrived, or nothing, if others have left."""
+    """What the last generation is to be extended by: shards that have arrived, or none, if others have left."""
 
     store: Store
-    name: tuple[int, int] = 0, 0  # variable and shard
-    shard: Shard | None = None
-    file: ShardFile | None = None
+    arrived: Mapping[tuple[int, int], tuple[Shard, ShardFile]] = field(default_factory=dict)  # by variable and shard
     ended: bool = False
     saved: bool = False  # False, without an error: a whole generation is needed
     error: str = ""
@@ -241,7 +240,7 @@ class StateSaver:
                 extension.error = self._words_of(failure)
                 self.failures += 1
                 logger.error("a shard that has moved could not be saved: %s", extension.error)
-            if extension.shard is None and not extension.saved:
+            if not extension.arrived and not extension.saved:
                 self._request_save()
             with self._changed:
                 extension.ended = True
@@ -251,18 +250,18 @@ class StateSaver:
         """Save a manifest that extends the last generation, if that is possible."""
         directory, job, begin = self._directory, self._job, time.monotonic()
         assert directory is not None
-        shard, file, arrived = extension.shard, extension.file, {}
         if job is None or job.store is not extension.store or job.saved is None:
             return
         saved, identity = job.saved, job.identity
         if (saved.coordinator_number, saved.logged) != (identity.coordinator_number, self._log is not None):
             return
-        if shard is not None and file is not None:
+        arrived = {}
+        for name, (shard, file) in extension.arrived.items():
             with shard.lock:
                 arrays = shard.arrays()
             if not file.tensors.keys() >= arrays.keys():
                 return
-            arrived[extension.name] = shard, file.finish(arrays)
+            arrived[name] = shard, file.finish(arrays)
         manifest = extended(saved, job.store, arrived)
         if manifest is None:
             return
