@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pscluster.core.transport.frames import view
-from pscluster.ps.array_pool import ArrayPool
+from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES, ArrayPool, aligned_empty, aligned_full
 
 FLOAT = np.dtype(np.float32)
 
@@ -50,6 +50,20 @@ def test_what_somebody_else_has_is_not() -> None:
     del twice
     pool.put(left)
     assert pool.nbytes == 20, "one of the two is the last"
+
+
+def test_large_arrays_begin_at_cache_lines() -> None:
+    """New ones, and those of the pool, which takes them unless somebody has a view of their memory."""
+    pool, shape = ArrayPool(), (UNALIGNED_BYTES // 8, 2)
+    arrays = [aligned_empty(shape, FLOAT), aligned_full(shape, 0, FLOAT), aligned_full(shape, 3, FLOAT)]
+    addresses = [array.ctypes.data for array in (*arrays, pool.take(shape, FLOAT))]
+    assert [address % CACHE_LINE for address in addresses] == [0] * 4
+    assert [float(array.min()) for array in arrays[1:]] == [float(array.max()) for array in arrays[1:]] == [0, 3]
+    rest, memory = arrays[1][1:], view(arrays[2])
+    pool.put(arrays)
+    assert pool.nbytes == UNALIGNED_BYTES, "only the first has no view"
+    assert pool.take(shape, FLOAT).ctypes.data == addresses[0]
+    assert (len(rest), len(memory)) == (shape[0] - 1, UNALIGNED_BYTES)
 
 
 def test_the_oldest_go_first() -> None:

@@ -19,14 +19,29 @@ UNALIGNED_BYTES = 64 << 10  # in arrays of fewer, since a copy of these takes no
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return a new array that begins at a cache line, unless it is small. Its values are undefined.
 
-    NumPy's own large arrays begin 16 bytes after a page, and JAX copies those that it is given.
+    NumPy's own large arrays begin 16 bytes after a page, and JAX copies those that it is given. On a server, their
+    rows would begin and end within cache lines: to write some takes half as long if they don't.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < UNALIGNED_BYTES:
         return np.empty(shape, dtype)
-    memory = np.empty(size + CACHE_LINE, np.uint8)
+    return _aligned(np.empty(size + CACHE_LINE, np.uint8), size).view(dtype).reshape(shape)
+
+
+def aligned_full(shape: tuple[int, ...], fill: float, dtype: np.dtype[Any]) -> Array:
+    """Return the same with one value everywhere. Memory for zeros is taken only as they are changed."""
+    size = math.prod(shape) * dtype.itemsize
+    if fill or size < UNALIGNED_BYTES:
+        array = aligned_empty(shape, dtype)
+        array.fill(fill)
+        return array
+    return _aligned(np.zeros(size + CACHE_LINE, np.uint8), size).view(dtype).reshape(shape)
+
+
+def _aligned(memory: Array, size: int) -> Array:
+    """Return `size` bytes of this memory, which has a cache line more, from the beginning of one on."""
     start = -memory.ctypes.data % CACHE_LINE
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + size]
 
 
 class ArrayPool:
@@ -50,7 +65,7 @@ class ArrayPool:
                 if array.shape == shape and array.dtype == dtype:
                     self.nbytes -= array.nbytes
                     return self._arrays.pop(index)
-        return np.empty(shape, dtype)
+        return aligned_empty(shape, dtype)
 
     def put(self, arrays: list[Array]) -> None:
         """Empty the list, and pool those of its arrays that are not in use elsewhere."""
@@ -73,8 +88,13 @@ def pop_unused(arrays: list[Array]) -> Array | None:
     # The name and the call's argument count; a view, or a read in progress, would add one.
     if sys.getrefcount(array) != _UNSHARED:
         return None
-    flags = array.flags
-    return array if flags.c_contiguous and flags.owndata and flags.writeable else None
+    flags, memory = array.flags, array.base
+    if memory is not None:  # as of `aligned_empty`; all views of it have this base, too
+        own = type(memory) is np.ndarray and memory.flags.owndata and memory.nbytes <= array.nbytes + CACHE_LINE
+        unused = own and sys.getrefcount(memory) == _UNSHARED + 1
+    else:
+        unused = flags.owndata
+    return array if unused and flags.c_contiguous and flags.writeable else None
 
 
 def _unshared() -> int:

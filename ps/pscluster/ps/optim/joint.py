@@ -8,7 +8,7 @@ element by element: the values are bit for bit those of `kernels.apply_rows` and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
     buffers = workspace.arrays(2 + len(names) + rule.scratch, sum(sizes), parts[0].grad.dtype)
     grad, blocks, scratch = buffers[0], buffers[1 : len(names) + 2], buffers[len(names) + 2 :]
     np.concatenate([part.grad for part in parts], out=grad)
-    moves: list[tuple[Array, Any, Array]] = []
+    moves: list[tuple[Array, Ids | None, Array]] = []
     stop = 0
     for (arrays, _, ids), size in zip(parts, sizes, strict=True):
         start, stop = stop, stop + size
@@ -56,12 +56,14 @@ def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
             rows = block[start:stop]
             if ids is None:
                 rows[:] = array
-                moves.append((array, ..., rows))
             else:
                 rows = rows.view(array.dtype)
                 array.take(ids, out=rows, mode="clip")  # else NumPy writes through a buffer
-                moves.append((array, ids, rows))
+            moves.append((array, ids, rows))
     with np.errstate(all="ignore"):
         rule.apply(blocks[0], grad, dict(zip(names, blocks[1:], strict=True)), scalars, scratch)
-    for array, where, rows in moves:
-        array[where] = rows
+    for array, ids, rows in moves:
+        if ids is None:
+            array[:] = rows
+        else:
+            array.put(ids, rows, mode="clip")  # takes two thirds of what `array[ids] = rows` does

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.ps.array_pool import aligned_full
 from pscluster.ps.optim.buffers import items_of, workspace
 from pscluster.ps.optim.precision import compute_dtype, is_real
 from pscluster.ps.optim.row_sums import IN_RANGE, ROW_BLOCK, Groups, Ids, RowSums, add_rows
@@ -34,10 +35,7 @@ _PARAM = ""  # beside the slots' names
 def new_slots(rule: UpdateRule, shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
     """Return the slots of a parameter of that shape and dtype before its first gradient, by name."""
     slot_dtype = compute_dtype(dtype)
-    return {
-        name: np.full(shape, fill, slot_dtype) if fill else np.zeros(shape, slot_dtype)
-        for name, fill in rule.slots.items()
-    }
+    return {name: aligned_full(shape, fill, slot_dtype) for name, fill in rule.slots.items()}
 
 
 def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str, Array], step: int) -> None:

@@ -37,6 +37,7 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterEr
 from pscluster.core.fault_points import reach
 from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import Buffer, view
+from pscluster.ps.array_pool import aligned_full
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding import table_resharding
 from pscluster.ps.server.embedding.tables import new_array
@@ -149,7 +150,7 @@ class Resharding:
         def new_shard(shard: int) -> Shard:
             if limit := row_limit(spec, partition, shard):
                 return Shard(new_array(0, limit, partition.shape[1]), row_limit=limit)
-            return Shard(np.zeros(partition.block(shard).shape, held.dtype))
+            return Shard(aligned_full(partition.block(shard).shape, 0, held.dtype))
 
         def make() -> HeldVariable:
             try:

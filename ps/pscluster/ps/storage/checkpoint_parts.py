@@ -23,12 +23,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pscluster.core.errors import CheckpointMismatchError, StaleError, UnavailableError
 from pscluster.core.geometry.moves import common_rows
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import Ids
+from pscluster.ps.array_pool import aligned_full
 from pscluster.ps.optim.kernels import new_slots
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.server.embedding import table_policy, tables
@@ -336,7 +335,7 @@ def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: s
             _fill(store, key)
         return tables.new_array(shape[0], limit, width_of(held.spec, key))
     if kind != "slot":
-        return np.zeros(shape, held.dtype if kind == "value" else compute_dtype(held.dtype))
+        return aligned_full(shape, 0, held.dtype if kind == "value" else compute_dtype(held.dtype))
     optimizer_id, _, slot = rest.partition("/")
     slots = new_slots(store.directory.optimizer(int(optimizer_id)).rule, shape, held.dtype)
     if slot not in slots:

@@ -19,6 +19,7 @@ from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.handles import Handle
+from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.initializers import from_spec
 from pscluster.v1 import ps_pb2
 
@@ -139,7 +140,7 @@ def initial_values(
             "partition it into more shards"
         )
         try:
-            arrays[shard] = np.empty(block.shape, dtype)
+            arrays[shard] = aligned_empty(block.shape, dtype)
         except (MemoryError, ValueError):  # ValueError if the size in bytes exceeds any integer type
             raise too_large from None
         try:

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.errors import CheckpointError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
+from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.server.embedding.reserved_rows import reserved, resized
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.files.disk import write_all
@@ -238,8 +239,9 @@ class StateDirectory:
     def _read_array(self, saved: ps_pb2.SavedTensor, limit: int) -> Array:
         if "/" in saved.file or not _NAMES.fullmatch(saved.file):
             raise DamagedError(f"a manifest in {self.path} refers to {saved.file!r}")
+        make = functools.partial(_growing, limit) if limit else aligned_empty
         try:
-            return read(self.path / saved.file, saved, functools.partial(_growing, limit) if limit else np.empty)
+            return read(self.path / saved.file, saved, make)
         except CheckpointError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
