@@ -53,12 +53,13 @@ def test_what_somebody_else_has_is_not() -> None:
 
 
 def test_large_arrays_begin_at_cache_lines() -> None:
-    """New ones, and those of the pool, which takes them unless somebody has a view of their memory."""
+    """New ones, at large pages if they last, and the pool's, which takes none of which somebody has a view."""
     pool, shape = ArrayPool(), (UNALIGNED_BYTES // 8, 2)
     arrays = [aligned_empty(shape, FLOAT), aligned_full(shape, 0, FLOAT), aligned_full(shape, 3, FLOAT)]
     addresses = [array.ctypes.data for array in (*arrays, pool.take(shape, FLOAT))]
     assert [address % CACHE_LINE for address in addresses] == [0] * 4
     assert [float(array.min()) for array in arrays[1:]] == [float(array.max()) for array in arrays[1:]] == [0, 3]
+    assert [aligned_full((4 << 20, 1), fill, FLOAT).ctypes.data % (2 << 20) for fill in (0, 1)] == [0, 0]
     rest, memory = arrays[1][1:], view(arrays[2])
     pool.put(arrays)
     assert pool.nbytes == UNALIGNED_BYTES, "only the first has no view"

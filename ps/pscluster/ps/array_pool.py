@@ -13,34 +13,43 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 CACHE_LINE = 64  # bytes: what XLA wants arrays aligned to, to use their memory as it is
+_LARGE_PAGE = 2 << 20
 UNALIGNED_BYTES = 64 << 10  # in arrays of fewer, since a copy of these takes no longer than to align them
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any], *, lasting: bool = False) -> Array:
     """Return a new array that begins at a cache line, unless it is small. Its values are undefined.
 
     NumPy's own large arrays begin 16 bytes after a page, and JAX copies those that it is given. On a server, their
-    rows would begin and end within cache lines: to write some takes half as long if they don't.
+    rows would begin and end within cache lines: to write some takes half as long if they don't. A large one that is
+    `lasting` begins at a large page, for which NumPy asks the system: all of it then lies in such pages.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < UNALIGNED_BYTES:
         return np.empty(shape, dtype)
-    return _aligned(np.empty(size + CACHE_LINE, np.uint8), size).view(dtype).reshape(shape)
+    unit = _unit(size, lasting)
+    return _aligned(np.empty(size + unit, np.uint8), size, unit).view(dtype).reshape(shape)
 
 
 def aligned_full(shape: tuple[int, ...], fill: float, dtype: np.dtype[Any]) -> Array:
-    """Return the same with one value everywhere. Memory for zeros is taken only as they are changed."""
+    """Return a lasting array with one value everywhere. Memory for zeros is taken only as they are changed."""
     size = math.prod(shape) * dtype.itemsize
     if fill or size < UNALIGNED_BYTES:
-        array = aligned_empty(shape, dtype)
+        array = aligned_empty(shape, dtype, lasting=True)
         array.fill(fill)
         return array
-    return _aligned(np.zeros(size + CACHE_LINE, np.uint8), size).view(dtype).reshape(shape)
+    unit = _unit(size, lasting=True)
+    return _aligned(np.zeros(size + unit, np.uint8), size, unit).view(dtype).reshape(shape)
 
 
-def _aligned(memory: Array, size: int) -> Array:
-    """Return `size` bytes of this memory, which has a cache line more, from the beginning of one on."""
-    start = -memory.ctypes.data % CACHE_LINE
+def _unit(size: int, lasting: bool) -> int:
+    """Return what the address of an array of `size` bytes is to be a multiple of."""
+    return _LARGE_PAGE if lasting and size >= 4 * _LARGE_PAGE else CACHE_LINE
+
+
+def _aligned(memory: Array, size: int, unit: int) -> Array:
+    """Return `size` bytes of this memory, which has `unit` more, from an address that is a multiple of that on."""
+    start = -memory.ctypes.data % unit
     return memory[start : start + size]
 
 
@@ -65,7 +74,7 @@ class ArrayPool:
                 if array.shape == shape and array.dtype == dtype:
                     self.nbytes -= array.nbytes
                     return self._arrays.pop(index)
-        return aligned_empty(shape, dtype)
+        return aligned_empty(shape, dtype, lasting=True)
 
     def put(self, arrays: list[Array]) -> None:
         """Empty the list, and pool those of its arrays that are not in use elsewhere."""
@@ -89,8 +98,8 @@ def pop_unused(arrays: list[Array]) -> Array | None:
     if sys.getrefcount(array) != _UNSHARED:
         return None
     flags, memory = array.flags, array.base
-    if memory is not None:  # as of `aligned_empty`; all views of it have this base, too
-        own = type(memory) is np.ndarray and memory.flags.owndata and memory.nbytes <= array.nbytes + CACHE_LINE
+    if memory is not None:  # of `aligned_empty`: all views of the array have this base, too
+        own = type(memory) is np.ndarray and memory.flags.owndata and memory.nbytes - array.nbytes <= _LARGE_PAGE
         unused = own and sys.getrefcount(memory) == _UNSHARED + 1
     else:
         unused = flags.owndata

@@ -140,7 +140,7 @@ def initial_values(
             "partition it into more shards"
         )
         try:
-            arrays[shard] = aligned_empty(block.shape, dtype)
+            arrays[shard] = aligned_empty(block.shape, dtype, lasting=True)
         except (MemoryError, ValueError):  # ValueError if the size in bytes exceeds any integer type
             raise too_large from None
         try:

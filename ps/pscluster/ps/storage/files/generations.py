@@ -239,7 +239,7 @@ class StateDirectory:
     def _read_array(self, saved: ps_pb2.SavedTensor, limit: int) -> Array:
         if "/" in saved.file or not _NAMES.fullmatch(saved.file):
             raise DamagedError(f"a manifest in {self.path} refers to {saved.file!r}")
-        make = functools.partial(_growing, limit) if limit else aligned_empty
+        make = functools.partial(_growing, limit) if limit else functools.partial(aligned_empty, lasting=True)
         try:
             return read(self.path / saved.file, saved, make)
         except CheckpointError as error:
