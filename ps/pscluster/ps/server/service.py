@@ -20,7 +20,7 @@ from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, Buffer, padding, parts_of, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
-from pscluster.ps.server.requests import reads
+from pscluster.ps.server.requests import reads, row_reads
 from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.state.store import Store
@@ -156,6 +156,9 @@ class ParameterServerService:
 
     @staticmethod
     def _read(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int, payload: Payload) -> list[Buffer]:
+        if (rows := row_reads.rows_of(store, request, ids_bytes)) is not None:
+            _check_session(rows[1])
+            return [row_reads.gathered(*rows, payload)]
         sources = reads.sources_of(store, request, ids_bytes)
         _check_session(reads.reply_bytes(sources))
         return list(reads.read(store, request, payload, sources))
