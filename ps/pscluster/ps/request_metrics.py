@@ -47,6 +47,10 @@ TRAFFIC_HALF_LIFE = 120.0
 """Seconds after which the traffic of a shard counts half."""
 
 
+_FADING_SECONDS = 1.0
+"""How long it counts fully."""
+
+
 class ShardTraffic:
     """Bytes of values that were lately read and updated of one shard, which takes them along when it moves.
 
@@ -59,13 +63,15 @@ class ShardTraffic:
         self._nbytes, self._at = nbytes, time.monotonic()
 
     def add(self, nbytes: int, now: float | None = None) -> None:
-        self.recent(now)  # before: nothing is called between the reading and the writing of a counter
+        now = time.monotonic() if now is None else now
+        if now - self._at > _FADING_SECONDS:
+            self.recent(now)  # before: nothing is called between the reading and the writing of a counter
         self._nbytes += nbytes
 
     def recent(self, now: float | None = None) -> float:
         """Return the bytes, those of one half-life ago counted half. `now`: as of `time.monotonic`."""
         now = time.monotonic() if now is None else now
-        if (past := now - self._at) > 1.0:
+        if (past := now - self._at) > _FADING_SECONDS:
             self._at = now
             self._nbytes *= 0.5 ** (past / TRAFFIC_HALF_LIFE)
         return self._nbytes

@@ -55,6 +55,8 @@ class Admission:
         with self._lock:
             self._waiting[waiting] = None
             self.used += size
+            if self._fits():  # as nearly always
+                return waiting
         self.shrink(waiting)
         if self._ending:
             with self._lock:
@@ -65,11 +67,12 @@ class Admission:
         """Stop counting a call whose message was received, or will not be."""
         with self._lock:
             self.used -= waiting.size
+            if self._ending:  # others may wait for that to end, or for room
+                self._changed.notify_all()
             if waiting.is_cut_off:
                 self._ending -= waiting.size
             else:
                 del self._waiting[waiting]
-            self._changed.notify_all()
 
     def _fits(self) -> bool:
         return self.used <= self._room()

@@ -89,20 +89,15 @@ def plain_gradient(store: Store, item: ps_pb2.UpdateItem, at: int) -> Change | N
         or item.HasField("offset")
     ):
         return None
-    which = rows.WhichOneof("kind")
-    if which == "all":
-        if size != form.nbytes:
+    joins = size // form.itemsize
+    if count := rows.ids:  # so it is no other kind
+        if size != count * form.row_bytes or rows.leading > 1 or rows.id_bytes:
             return None
-        return Change(item, held, shard, optimizer, None, at, at, size // form.itemsize)
-    if which != "ids" or rows.leading > 1 or rows.id_bytes:
+        values_at = at + 8 * count + padding(8 * count)
+        return Change(item, held, shard, optimizer, None, at, values_at, joins, count)
+    if not rows.all or size != form.nbytes:
         return None
-    count = rows.ids
-    if size != count * form.row_bytes:
-        return None
-    ids_bytes = 8 * count
-    return Change(
-        item, held, shard, optimizer, None, at, at + ids_bytes + padding(ids_bytes), size // form.itemsize, count
-    )
+    return Change(item, held, shard, optimizer, None, at, at, joins)
 
 
 def _form_of(held: HeldVariable, shard: Shard, optimizer: HeldOptimizer) -> GradientForm:

@@ -115,7 +115,8 @@ def _locked(store: Store, changes: list[Change], rows_of: Sequence[Rows], start:
             if change.held.dtype != first.held.dtype or not change.shard.lock.acquire(blocking=False):
                 break  # its own shard, too, if it is in the group
             group.append(change)
-            if change.shard.moved or change.shard.frozen is not None or _step(change.shard, optimizer) != step:
+            shard = change.shard
+            if shard.moved or shard.frozen is not None or _step(shard, optimizer) != step:
                 group.pop().shard.lock.release()
                 break
     return group
