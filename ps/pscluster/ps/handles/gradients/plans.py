@@ -64,8 +64,8 @@ class _Plan(NamedTuple):
     changes: int  # how often this process had learned that shards had moved
 
     def is_for(self, pairs: Pairs) -> bool:
-        """Return whether it may be for these pairs: the variables have the numbers and servers that they had."""
-        if len(self.pairs) != len(pairs) or any(kept.variable.id != kept.id for kept in self.pairs):
+        """Return whether it may be for these pairs: no variable has moved, or been resharded, since it was made."""
+        if len(self.pairs) != len(pairs):
             return False
         return not self.pairs or _changes_of(self.pairs[0].variable) == self.changes
 
@@ -164,9 +164,11 @@ def _filled(plan: _Plan, pairs: Pairs, examples: float | None) -> list[ShardUpda
     updates: list[ShardUpdate] = []
     of_rows = _of_rows(plan, pairs) if plan.partitions else iter(())
     items, function = iter(ps_pb2.UpdateRequest.FromString(plan.items).items), current_function()
-    is_numbered = function is not None and bool(function.function)
-    for (_, number, shares, row_shape), (gradient, _) in zip(plan.pairs, pairs, strict=True):
-        nth = function.nth_update(number) if function is not None and is_numbered else 1
+    if function is not None and function.function:
+        nths = function.nth_updates([kept.id for kept in plan.pairs])
+    else:
+        nths = [1] * len(pairs)
+    for (_, _, shares, row_shape), (gradient, _), nth in zip(plan.pairs, pairs, nths, strict=True):
         for index, server, name, dtype, asynchronous, encoding in shares:
             item = next(items)
             item.nth = nth

@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class RowPlan:
     def __init__(
         self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], ids: Ids, split: Split | None = None
     ) -> None:
-        self._partitions, self._sizes, self._ids, self._by_split = partitions, sizes, ids, split is not None
+        self._partitions, self._sizes, self._by_split = partitions, sizes, split is not None
+        self._ids = ids.tobytes() if split is None else ids
         self._groups = Groups.of(ids if split is not None else _places(partitions, sizes, ids))
         self._spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]  # of the ids
         self.shares = self._shares() if split is None else _shares_of_one(split(self._groups.ids))
@@ -70,12 +71,16 @@ class RowPlan:
     def is_for(self, partitions: tuple[Partition, ...], ids: Sequence[Ids], *, by_split: bool = False) -> bool:
         """Return whether a plan for these arguments would be this one: then the ids need no check.
 
-        Each of `ids` is flat.
+        Each of `ids` is flat and, unless `by_split`, of type int64.
         """
-        if self._by_split != by_split or self._sizes != tuple(map(len, ids)) or self._partitions != partitions:
+        if self._by_split != by_split or self._sizes != tuple([len(of_table) for of_table in ids]):
             return False
-        end_to_end = ids[0] if len(ids) == 1 else np.concatenate(ids)
-        return self._ids.dtype.kind == end_to_end.dtype.kind and bool((self._ids == end_to_end).all())
+        if self._partitions != partitions:
+            return False
+        if isinstance(self._ids, bytes):
+            # Comparing bytes takes a third of the time of arrays, and mostly the first ones differ.
+            return self._ids.startswith(ids[0][:8].tobytes()) and self._ids == _end_to_end(ids)
+        return self._ids.dtype.kind == ids[0].dtype.kind and bool((self._ids == ids[0]).all())
 
     @property
     def distinct(self) -> int:
@@ -112,6 +117,14 @@ class RowPlan:
             rows: for each table, of shape (ids, width), in one floating type above 2 bytes.
         """
         return sum_rows(self._groups, rows)
+
+
+def _end_to_end(ids: Sequence[Ids]) -> bytes:
+    buffers: Sequence[Any] = ids
+    try:
+        return b"".join(buffers)
+    except TypeError:  # one has gaps
+        return np.concatenate(ids).tobytes()
 
 
 class _Threads(threading.local):
