@@ -47,10 +47,10 @@ class Groups:
         if are_strings(ids):
             return cls._of_strings(ids)
         n = len(ids)
-        if n < 2 or bool((ids[1:] > ids[:-1]).all()):
+        if n < 2 or (bool(ids[0] < ids[1] <= ids[-1]) and bool((ids[1:] > ids[:-1]).all())):
             return cls(ids)
         bits = (n - 1).bit_length()
-        if int(ids.min()) >= 0 and int(ids.max()) < 1 << (63 - bits):
+        if int(np.maximum.reduce(ids.view(np.uint64))) < 1 << (63 - bits):  # negative ones would be larger
             # Id and position in one integer: sorting these is stable, and ten times as fast as a stable argsort.
             keys = ids << bits
             keys |= np.arange(n)

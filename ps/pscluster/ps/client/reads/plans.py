@@ -134,8 +134,10 @@ def _pieces_of(read: ShardRead) -> Iterator[ShardRead]:
 def request_for(job: int, reads: Sequence[ShardRead]) -> tuple[ps_pb2.Request, list[Buffer]]:
     """Return a request for these reads, and its payload: their row numbers."""
     buffers = padded(view(read.ids) for read in reads if read.ids is not None)
-    request = ps_pb2.ReadRequest(job=job, items=[read.item for read in reads])
-    return ps_pb2.Request(read=request, last=True, total_bytes=sum(map(len, buffers))), buffers
+    request = ps_pb2.Request(last=True, total_bytes=sum(map(len, buffers)))
+    request.read.job = job
+    request.read.items.extend([read.item for read in reads])
+    return request, buffers
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ class Updater:
             raise MisuseError("lookups must not change variables: it only names the rows that its step will read")
         nbytes = 0
         for update in updates:
-            update.own()
+            if not update.owned:
+                update.own()
             nbytes += len(update.values) + (0 if update.ids is None else update.ids.nbytes)
         if overlap.fetched is not None:
             overlap.fetched.drop({update.item.variable for update in updates})
@@ -147,11 +148,13 @@ class Updater:
         """Send each server its updates, of which it may have applied some already."""
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
         shards: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # of these
+        seen, placements = self._seen, self._placements
         for update in updates:
             item = update.item
             shard = item.variable, item.shard
-            item.boot_id, item.seen = self._seen.get(shard, (0, 0))
-            index = self._placements.owner(*shard, update.server)
+            if (known := seen.get(shard)) is not None:
+                item.boot_id, item.seen = known
+            index = placements.owner(*shard, update.server) if placements.changes else update.server
             by_server[index].append(update)
             shards[index].append(shard)
         requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
@@ -224,10 +227,11 @@ class Updater:
 
     def _note(self, shards: Sequence[tuple[int, int]], reply: ps_pb2.UpdateReply) -> None:
         """Record what was acknowledged, so that a server that restarts with less learns what it has lost."""
-        now = reply.boot_id
+        now, seen = reply.boot_id, self._seen
         for shard, count in zip(shards, reply.updates, strict=False):
-            boot_id, most = self._seen.get(shard, (0, 0))
-            self._seen[shard] = now, max(most, count) if boot_id == now else count
+            boot_id, most = seen.get(shard, (0, 0))
+            if boot_id != now or count > most:
+                seen[shard] = now, count
 
     def has_updated(self, variable: int) -> bool:
         """Return whether an update of this client to a variable, by id, was acknowledged."""

@@ -38,7 +38,7 @@ class FetchedRows:
         self._of: dict[tuple[str, str], list[_Fetched]] = {}
         self._whole: dict[int, Array] = {}
         self._plan: RowPlan | None = None
-        self._rows: list[Array] | None = None  # of all pairs, while none was taken or dropped
+        self._rows: list[Array] | None = None  # of all pairs, until some are taken or dropped: then `_of` has the rest
         self._pairs: list[tuple[Variable, Ids]] = []
         self._variables: list[Variable] = []
 
@@ -68,11 +68,8 @@ class FetchedRows:
             yield begun.is_under_way
             rows, values = begun.finish()
         self._plan = plan if begun.is_under_way else last_plan()
-        for (table, ids), of_table in zip(self._pairs, rows, strict=True):
-            fetched = _Fetched(_numbers_of(table), ids, of_table)
-            self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
         self._rows = rows
-        self._whole.update(zip((variable.id for variable in self._variables), values, strict=True))
+        self._whole.update(zip([variable.id for variable in self._variables], values, strict=True))
 
     def take_all(self, lookups: Sequence[tuple[Any, Any]]) -> list[Array] | None:
         """Return the rows of all pairs of a table and flat ids, if they were named so, and none taken or dropped since.
@@ -90,17 +87,23 @@ class FetchedRows:
         if not self._plan.is_for(partitions, [ids for _, ids in lookups]):
             return None
         rows, self._rows = self._rows, None
-        self._of.clear()
         use_plan(self._plan)
         return rows
 
+    def _by_table(self) -> dict[tuple[str, str], list[_Fetched]]:
+        """Return what was fetched, and not taken or dropped since; from now on, by tables alone."""
+        for (table, ids), of_table in zip(self._pairs, self._rows or (), strict=self._rows is not None):
+            fetched = _Fetched(_numbers_of(table), ids, of_table)
+            self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
+        self._rows = None
+        return self._of
+
     def take(self, table: Variable, ids: Ids) -> Array | None:
         """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""
-        known = self._of.get((table.handle_kind, table.handle_key), [])
+        known = self._by_table().get((table.handle_kind, table.handle_key), [])
         for at, fetched in enumerate(known):
             if fetched.ids.shape == ids.shape and (fetched.ids == ids).all():
                 use_plan(self._plan)
-                self._rows = None
                 return known.pop(at).rows
         return None
 
@@ -113,14 +116,15 @@ class FetchedRows:
         if not all(map(self.has_whole, variables)):
             return None  # all are read at one time
         values = {variable: self._whole.pop(variable) for variable in dict.fromkeys(variables)}
+        if len(values) == len(variables):
+            return list(values.values())
         return [values[v] if v not in variables[:at] else values[v].copy() for at, v in enumerate(variables)]
 
     def drop(self, variables: set[int]) -> None:
         """Forget what was fetched of these variables: the step has changed them."""
         for variable in variables:
             self._whole.pop(variable, None)
-        self._rows = None
-        for known in self._of.values():
+        for known in self._by_table().values():
             known[:] = [fetched for fetched in known if fetched.variables.isdisjoint(variables)]
 
 
