@@ -60,7 +60,7 @@ def padded(buffers: Iterable[memoryview]) -> list[Buffer]:
     segments: list[Buffer] = []
     for buffer in buffers:
         segments.append(buffer)
-        if gap := padding(len(buffer)):
+        if gap := -len(buffer) % ALIGNMENT:  # as `padding` does
             segments.append(bytes(gap))
     return segments
 

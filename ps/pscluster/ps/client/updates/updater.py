@@ -80,7 +80,7 @@ class Updater:
             if not update.owned:
                 update.own()
             nbytes += len(update.values) + (0 if update.ids is None else update.ids.nbytes)
-        if overlap.fetched is not None:
+        if overlap.fetched is not None and not overlap.fetched.is_empty:
             overlap.fetched.drop({update.item.variable for update in updates})
         overlap.push(lambda: self._applying(updates, function), nbytes)
 

@@ -6,7 +6,6 @@ needs the parameter: the rule, its slots, the averages. `optimizers` has one for
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -272,10 +271,12 @@ class Optimizer(Handle):
 
     def plan_for(self, pairs: Sequence[Any]) -> GradientPlan:
         """Return the plan for gradients of these variables, as far as they are pairs; for internal use."""
-        key: tuple[tuple[type, int], ...] = ()  # of what are no such pairs, too, which the plan finds out
-        if {tuple, list}.issuperset(map(type, pairs)):
-            with contextlib.suppress(ValueError):
-                key = tuple([(type(gradient), id(variable)) for gradient, variable in pairs])
+        if not {tuple, list}.issuperset(map(type, pairs)) and not all(map(_is_pair, pairs)):
+            return GradientPlan(self)  # which finds out what is no pair
+        try:
+            key = tuple([(type(gradient), id(variable)) for gradient, variable in pairs])
+        except ValueError:  # some are of other than two
+            return GradientPlan(self)
         plan = self._plans.get(key)
         if plan is None:
             plan = GradientPlan(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class GradientPlan:
             self._calls = 1 if self._plan.pairs else self._calls + 1
             return updates
         is_scaled = examples is not None and replicas_out_of_step() > 1
-        if is_scaled or not all(map(_fits, plan.pairs, pairs)):
+        if is_scaled or not _fits(plan.pairs, pairs):
             return self._optimizer.updates_of(pairs, examples=examples)
         return _filled(plan, pairs, None if examples is None else checks.real("examples", examples, at_least=0))
 
@@ -140,27 +140,27 @@ def _changes_of(variable: Variable) -> int:
     return variable.client.placements.changes
 
 
-def _fits(kept: _Planned, pair: tuple[Any, Variable]) -> bool:
-    gradient, variable = pair
-    if variable is not kept.variable:
-        return False
-    if kept.row_shape is None:
-        return type(gradient) is np.ndarray and gradient.dtype == variable.dtype and gradient.shape == variable.shape
-    if type(gradient) is not IndexedSlices or gradient.dense_shape is not None:
-        return False
-    rows: Any
-    rows, ids, _ = gradient
-    return (
-        type(rows) is np.ndarray
-        and type(ids) is np.ndarray
-        and ids.dtype == np.int64
-        and ids.ndim == 1
-        and rows.dtype == variable.dtype
-        and rows.shape == (len(ids), *kept.row_shape)
-    )
+def _fits(planned: Sequence[_Planned], pairs: Sequence[Any]) -> bool:
+    """Return whether these are the variables planned, each with a gradient as planned."""
+    for (kept, _, _, row_shape), (gradient, variable) in zip(planned, pairs, strict=True):
+        values = gradient
+        if variable is not kept:
+            return False
+        if row_shape is None:
+            shape = variable.shape
+        else:
+            if type(gradient) is not IndexedSlices or gradient.dense_shape is not None:
+                return False
+            values, ids = gradient.values, gradient.indices
+            if type(ids) is not np.ndarray or ids.dtype != np.int64 or ids.ndim != 1:
+                return False
+            shape = (len(ids), *row_shape)
+        if type(values) is not np.ndarray or values.dtype != variable.dtype or values.shape != shape:
+            return False
+    return True
 
 
-def _filled(plan: _Plan, pairs: Pairs, examples: float | None) -> list[ShardUpdate]:
+def _filled(plan: _Plan, pairs: Sequence[Any], examples: float | None) -> list[ShardUpdate]:
     updates: list[ShardUpdate] = []
     of_rows = _of_rows(plan, pairs) if plan.partitions else iter(())
     items, function = iter(ps_pb2.UpdateRequest.FromString(plan.items).items), current_function()
@@ -174,7 +174,7 @@ def _filled(plan: _Plan, pairs: Pairs, examples: float | None) -> list[ShardUpda
             item.nth = nth
             if examples is not None:
                 item.weight = examples
-            ids, values, is_owned = None, cast(Array, gradient), False
+            ids, values, is_owned = None, gradient, False
             if row_shape is not None:
                 ids, values, is_owned = next(of_rows)
             if index is not None:
@@ -187,22 +187,18 @@ def _filled(plan: _Plan, pairs: Pairs, examples: float | None) -> list[ShardUpda
     return updates
 
 
-def _of_rows(plan: _Plan, pairs: Pairs) -> Iterator[tuple[Ids, Array, bool]]:
+def _of_rows(plan: _Plan, pairs: Sequence[Any]) -> Iterator[tuple[Ids, Array, bool]]:
     """Yield the row numbers of each shard, the sums of their rows, and whether only the update has these."""
     variables = [kept.variable for kept in plan.pairs if kept.row_shape is not None]
-    slices = [
-        cast(IndexedSlices, pair[0]) for pair, kept in zip(pairs, plan.pairs, strict=True) if kept.row_shape is not None
-    ]
-    ids = [cast(Ids, each.indices) for each in slices]
+    slices = [pair[0] for pair, kept in zip(pairs, plan.pairs, strict=True) if kept.row_shape is not None]
+    ids: list[Ids] = [each.indices for each in slices]
     row_plan = last_plan_for(plan.partitions, ids)  # as a rule that of the lookup
     if row_plan is None:
         checked = [variable.row_ids(of_one) for variable, of_one in zip(variables, ids, strict=True)]
         row_plan = RowPlan.of(plan.partitions, checked)
     row_shape = variables[0].shape[1:]
-    rows = [
-        cast(Array, each.values).reshape(len(of_one), math.prod(row_shape))
-        for each, of_one in zip(slices, ids, strict=True)
-    ]
+    width = math.prod(row_shape)
+    rows: list[Array] = [each.values.reshape(len(of_one), width) for each, of_one in zip(slices, ids, strict=True)]
     sums = row_plan.sums(rows)
     is_owned = len(rows) > 1 or not np.may_share_memory(sums, rows[0])
     sums = sums.reshape(len(sums), *row_shape)

@@ -120,6 +120,11 @@ class FetchedRows:
             return list(values.values())
         return [values[v] if v not in variables[:at] else values[v].copy() for at, v in enumerate(variables)]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all that was fetched is taken or dropped."""
+        return self._rows is None and not self._whole and not any(self._of.values())
+
     def drop(self, variables: set[int]) -> None:
         """Forget what was fetched of these variables: the step has changed them."""
         for variable in variables:
@@ -128,6 +133,7 @@ class FetchedRows:
             known[:] = [fetched for fetched in known if fetched.variables.isdisjoint(variables)]
 
 
+_PAIR = tuple, list
 _WANTED = "return a list of pairs (table, ids), and of variables that the step reads whole"
 
 
@@ -140,7 +146,7 @@ def _named(lookups: object) -> list[tuple[Variable, Ids] | Variable]:
 def _checked(item: Any) -> tuple[Variable, Ids] | Variable:
     if isinstance(item, Variable) and item.takes_whole_reads:
         return item
-    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Variable):
+    if not isinstance(item, _PAIR) or len(item) != 2 or not isinstance(item[0], Variable):
         raise MisuseError(f"lookups returned a list with {type_of(item)}: {_WANTED}")
     table, ids = item
     return table, table.row_ids(ids).reshape(-1).copy()
