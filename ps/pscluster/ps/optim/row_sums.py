@@ -63,7 +63,7 @@ class Groups:
         first = np.empty(n, np.bool_)
         first[0] = True
         np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        starts = np.flatnonzero(first)
+        starts = first.nonzero()[0]  # methods: NumPy's functions go through wrappers
         if len(starts) == n:
             return cls(keys, order)
         counts = np.empty_like(starts)
@@ -95,7 +95,7 @@ class Groups:
         if self.order is None:
             return groups
         inverse = np.empty(len(self.order), np.int64)
-        inverse[self.order] = groups if self.counts is None else np.repeat(groups, self.counts)
+        inverse[self.order] = groups if self.counts is None else groups.repeat(self.counts)
         return inverse
 
     def positions(self, index: int) -> list[int]:
@@ -252,7 +252,7 @@ def _add_later_rows(groups: Groups, rows: Array, sums: Array) -> None:
     assert order is not None
     assert starts is not None
     assert counts is not None  # see `sum_rows`
-    several = np.flatnonzero(counts > 1)
+    several = (counts > 1).nonzero()[0]
     with np.errstate(all="ignore"):
         sums[several] += rows[order[starts[several] + 1]]
         for group in several[counts[several] > 2].tolist():

@@ -51,10 +51,13 @@ class FetchedRows:
             MisuseError: they are no such pairs, or no variables that are read whole.
             InvalidUpdateError: an id is not a row (the message names it), or ids are not integers.
         """
-        named = _named(lookups)
-        if whole:
-            self._variables = list({item.id: item for item in named if isinstance(item, Variable)}.values())
-        self._pairs = [pair for pair in named if not isinstance(pair, Variable)]
+        variables: dict[int, Variable] = {}
+        for item in _named(lookups):
+            if isinstance(item, tuple):
+                self._pairs.append(item)
+            elif whole:
+                variables[item.id] = item
+        self._variables = list(variables.values())
 
     def fetch(self) -> None:
         """Fetch what was named: one request a server."""

@@ -90,17 +90,18 @@ class RowPlan:
     def _shares(self) -> list[Share]:
         shares: list[Share] = []
         ids, (starts, ends) = self._groups.ids, _pieces(self._partitions)  # both ascending, over all tables
-        stops = np.searchsorted(ids, ends)
+        stops = ids.searchsorted(ends)
         counts = stops.copy()
         counts[1:] -= stops[:-1]
-        local_ids = ids - np.repeat(starts, counts)
+        local_ids = ids - starts.repeat(counts)
         spans = (slice(a, b) for a, b in itertools.pairwise((0, *stops.tolist())))
         for table, partition in enumerate(self._partitions):
             count = len(partition.ends[0])
             across = partition.num_shards // count  # shards that share a piece of axis 0
             for piece, span in enumerate(itertools.islice(spans, count)):
+                of_piece = local_ids[span]
                 shards = range(piece * across, (piece + 1) * across)
-                shares += [Share(table, shard, span, local_ids[span]) for shard in shards]
+                shares += [Share(table, shard, span, of_piece) for shard in shards]
         return shares
 
     def spread(self, rows: Array) -> list[Array]:
