@@ -100,7 +100,7 @@ class Step(_message.Message):
     def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ..., placements: _Optional[int] = ...) -> None: ...
 
 class Gang(_message.Message):
-    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "concurrent", "steps")
+    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "concurrent", "steps", "follows")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Gang(_message.Message):
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     CONCURRENT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     id: int
     generation: int
     rank: int
@@ -117,7 +118,8 @@ class Gang(_message.Message):
     timeout: float
     concurrent: bool
     steps: SynchronousSteps
-    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., concurrent: bool = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
+    follows: int
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., concurrent: bool = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ..., follows: _Optional[int] = ...) -> None: ...
 
 class SynchronousSteps(_message.Message):
     __slots__ = ("run", "first", "count", "epoch", "collect", "open", "staleness", "backup", "requeue_dropped")

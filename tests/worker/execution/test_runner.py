@@ -572,13 +572,31 @@ class AloneInItsGang:
         self._stream, self._incarnation = stream, incarnation
         self._positions = itertools.count(1)
 
-    def send(self, definition: str, generation: int, *, rank: int = 0) -> None:
-        """Send the step."""
+    def send(self, definition: str, generation: int, *, rank: int = 0, follows: int = 0) -> None:
+        """Send the step: the n-th is function n."""
         position = next(self._positions)
         sent = step(position, definition)
         sent.gang.id, sent.gang.generation, sent.gang.rank, sent.gang.secret = 5, generation, rank, bytes(32)
+        sent.gang.follows = follows
         sent.gang.members.add(worker=0, address="127.0.0.1:1", incarnation=self._incarnation)
         self._stream.send(position, sent)
+
+
+def test_a_step_of_a_gang_that_follows_another_one_runs_if_that_has_returned() -> None:
+    """Otherwise it is given back, since the other one may run again, before it."""
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    gang = AloneInItsGang(stream := Stream(make_job(work=lambda: ran.append(1), fail=fail)))
+    for generation, (definition, follows) in enumerate(
+        [("work", 0), ("work", 1), ("fail", 2), ("work", 3), ("work", 4), ("work", 0), ("work", 6)], 1
+    ):
+        gang.send(definition, generation, follows=follows)
+    ended = dict.fromkeys([1, 2, 6, 7], "DONE") | {3: "FAILED"} | dict.fromkeys([4, 5], "RETURNED")
+    assert kinds(stream.end()) == Counter(ended.items())
+    assert len(ran) == 4
 
 
 def test_a_step_of_a_gang_has_its_replica() -> None:

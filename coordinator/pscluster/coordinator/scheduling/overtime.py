@@ -73,7 +73,9 @@ class Overtime:
             lingering = [task for task in self._scheduler.workers[index].lingering.values() if task in ended]
             if lingering:
                 state.recall(index, lingering)
-                state.recall(index, cancel_running=False)
+                # Others can run these; a program that is there already waits for this worker anyway.
+                others = [task for task in self._scheduler.workers[index].sent.values() if task.gang is None]
+                state.recall(index, others, cancel_running=False)
             for task in lingering if kill_after is not None else ():
                 state.on_loop(state.loop.call_later, kill_after, self._end_process_of, index, handle.connection, task)
 

@@ -11,7 +11,7 @@ from tests.conftest import search
 
 from pscluster.coordinator.scheduling.decisions.gangs import Gang, GangState
 from pscluster.coordinator.scheduling.decisions.scheduler import Scheduler
-from pscluster.coordinator.scheduling.decisions.tasks import Ending, Loss, RunLimits, State, Task
+from pscluster.coordinator.scheduling.decisions.tasks import ENDED, Ending, Loss, RunLimits, State, Task
 
 WORKERS = 3
 _OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)
@@ -95,9 +95,15 @@ def test_a_gang_whose_worker_is_gone_holds_none() -> None:
     assert placed(scheduler, waits) == [1, 2]
 
 
+def program(key: int, workers: tuple[int, ...] = (0, 1), *, retries: int = 0, isolated: bool = True) -> Gang[str]:
+    """A program of global arrays on these workers."""
+    keys = range(key, key + len(workers))
+    return Gang([f"program {k}" for k in keys], keys, workers, RunLimits(retries=retries), isolated=isolated)
+
+
 def alone(key: int, *, retries: int = 0, isolated: bool = True) -> Gang[str]:
     """A program of global arrays on worker 0."""
-    return Gang([f"program {key}"], [key], [0], RunLimits(retries=retries), isolated=isolated)
+    return program(key, (0,), retries=retries, isolated=isolated)
 
 
 def sent(scheduler: Scheduler[str], gang: Gang[str]) -> list[int]:
@@ -121,6 +127,88 @@ def test_a_gang_of_one_is_sent_while_another_one_runs_on_its_worker() -> None:
     assert sent(scheduler, third) == [0]
 
 
+def test_a_program_is_sent_to_all_its_workers_while_another_one_runs_on_them() -> None:
+    scheduler = cluster(0, 1, 2)
+    first, second, third, fourth = gangs = [program(key) for key in (100, 200, 300, 400)]
+    for gang in gangs:
+        scheduler.add_gang(gang)
+    assert sent(scheduler, first) == [0, 1]
+    assert sent(scheduler, second) == [0, 1]
+    assert [member.follows for member in second.members] == [member.id for member in first.members]
+    assert scheduler.place_gang() is None, "one ahead"
+    scheduler.finish(1, first.members[1].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [])
+    assert scheduler.place_gang() is None, "the first one still runs"
+    scheduler.finish(0, first.members[0].id, 1.0)
+    scheduler.finish(0, second.members[0].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [first])
+    assert sent(scheduler, third) == [0, 1], "though the second has returned on worker 0"
+    assert [member.follows for member in third.members] == [0, second.members[1].id]
+    for gang in (second, third):
+        for index, member in enumerate(gang.members):
+            scheduler.finish(index, member.id, 1.0)
+    assert scheduler.settle_gangs() == ([], [second, third])
+    assert sent(scheduler, fourth) == [0, 1]
+    assert [member.follows for member in fourth.members] == [0, 0]
+
+
+def run_on(scheduler: Scheduler[str], first: Gang[str], second: Gang[str]) -> None:
+    """Place a program and one ahead; the first has returned on worker 0, where the second has begun."""
+    for gang in (first, second):
+        scheduler.add_gang(gang)
+        sent(scheduler, gang)
+    scheduler.finish(0, first.members[0].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [])
+
+
+@pytest.mark.parametrize("how", ["raises", "is cancelled", "gives up"])
+def test_a_program_that_follows_one_that_does_not_return_is_taken_back_and_runs_after_it(how: str) -> None:
+    scheduler = cluster(0, 1, 2)
+    first, second, third = program(100), program(200), program(300)
+    run_on(scheduler, first, second)
+    scheduler.add_gang(third)
+    failed = first.members[1]
+    left_behind: list[Task[str]] = []
+    if how == "raises":
+        scheduler.fail(1, failed, ValueError("no"))
+    elif how == "gives up":
+        scheduler.gave_up(1, failed, TimeoutError("another one is gone"))
+    else:
+        _, left_behind = scheduler.cancel([failed])
+    left_behind += scheduler.settle_gangs()[0]
+    assert second.state is GangState.ENDING
+    assert set(second.members) <= set(left_behind)
+    for index in (0, 1):
+        for task_id in list(scheduler.workers[index].lingering):
+            scheduler.lingering_ended(index, task_id)
+        scheduler.take(index)
+    assert scheduler.place_gang() is None, "it would overtake the second"
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    assert list(scheduler.gangs.line) == [first, second, third][how != "gives up" :]
+    assert (first.deaths, second.deaths) == (int(how == "gives up"), 0)
+
+
+def test_a_death_while_a_program_is_ahead_is_that_of_the_one_that_ran_there() -> None:
+    for dies, deaths in ((1, (1, 0)), (0, (0, 1))):
+        scheduler = cluster(0, 1, 2)
+        first, second = program(100), program(200)
+        run_on(scheduler, first, second)
+        if dies == 1:
+            scheduler.gave_up(0, second.members[0], TimeoutError("another one is gone"))
+        lost = scheduler.lose(dies)
+        assert lost is (first.members[1] if dies == 1 else second.members[0])
+        left_behind, _ = scheduler.settle_gangs()
+        assert scheduler.decide_loss(dies, lost) is Loss.AGAIN
+        scheduler.requeue(dies)
+        scheduler.settle_gangs()
+        scheduler.shut_out(left_behind)
+        scheduler.settle_gangs()
+        assert (first.deaths, second.deaths) == deaths
+        assert list(scheduler.gangs.line) == ([first, second] if dies == 1 else [second])
+        assert first.state is (GangState.WAITING if dies == 1 else GangState.RUNNING)
+
+
 @pytest.mark.parametrize(
     ("runs", "follows"),
     [
@@ -128,11 +216,15 @@ def test_a_gang_of_one_is_sent_while_another_one_runs_on_its_worker() -> None:
         (alone(100), alone(200, isolated=False)),
         (alone(100, isolated=False), alone(200)),
         (gang_of(2, [0, 1]), alone(200)),
-        (alone(100), gang_of(2, [0, 1])),
+        (program(100), gang_of(2, [0, 1])),
+        (program(100), program(200, (1, 0))),
+        (program(100), program(200, (0, 1, 2))),
+        (program(100), alone(200)),
+        (alone(100), program(200)),
     ],
 )
 def test_other_gangs_wait_until_their_workers_are_free(runs: Gang[str], follows: Gang[str]) -> None:
-    scheduler = cluster(0, 1)
+    scheduler = cluster(0, 1, 2)
     scheduler.add_gang(runs)
     sent(scheduler, runs)
     scheduler.add_gang(follows)
@@ -662,16 +754,44 @@ class GangMachine(RuleBasedStateMachine):
         self.unshut: list[Task[str]] = []
         self.lost: list[int] = []
         self.ended: list[Gang[str]] = []
+        self.returned: dict[int, int] = {}  # by worker: the task that returned there last
 
     def settle(self) -> None:
         left_behind, ended = self.scheduler.settle_gangs()
         self.unshut += left_behind
+        for gang in ended:
+            earlier = (other for other in self.gangs[: self.gangs.index(gang)] if other.is_program and gang.is_program)
+            if gang.state is GangState.DONE:  # else it may be cancelled while it waits
+                assert all(other.is_over for other in earlier if list(other.workers or ()) == list(gang.workers or ()))
         self.ended += ended
 
     def running(self) -> Iterator[tuple[int, Task[str]]]:
         for index, worker in enumerate(self.scheduler.workers):
             for task in list(worker.sent.values()):
                 yield index, task
+
+    def first(self) -> list[tuple[int, Task[str]]]:
+        """What each worker may end next: it runs its tasks in order, once those that were left behind have ended."""
+        for index, worker in enumerate(self.scheduler.workers):
+            while (
+                worker.sent
+                and not worker.lingering
+                and next(iter(worker.sent.values())).follows not in self.follow(index)
+            ):
+                self.scheduler.give_back(index, [next(iter(worker.sent))])
+                self.settle()
+        tasks = [(index, next(iter(worker.sent.values()), None)) for index, worker in enumerate(self.scheduler.workers)]
+        return [
+            (index, task) for index, task in tasks if task is not None and not self.scheduler.workers[index].lingering
+        ]
+
+    def follow(self, index: int) -> tuple[int, int]:
+        """What may follow on a worker: anything, and what follows the task that returned there last."""
+        return 0, self.returned.get(index, 0)
+
+    def finished(self, index: int, task: Task[str]) -> None:
+        if self.scheduler.finish(index, task.id, 1.0) is not None:
+            self.returned[index] = task.id
 
     @precondition(lambda self: self.scheduler.error is None)
     @rule()
@@ -696,6 +816,22 @@ class GangMachine(RuleBasedStateMachine):
         self.scheduler.add_gang(self.gangs[-1])
 
     @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
+    @rule(workers=st.sampled_from([(0, 1), (0, 1), (1, 2), (2, 0, 1)]))
+    def schedule_program(self, workers: tuple[int, ...]) -> None:
+        self.gangs.append(program(100 * (len(self.gangs) + 1), workers))
+        self.scheduler.add_gang(self.gangs[-1])
+
+    @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 4)
+    @rule()
+    def run_one_ahead(self) -> None:
+        """Two programs in a row, on workers that are free: the way to most of what concerns one that is ahead."""
+        for _ in range(2):
+            self.schedule_program((0, 1))
+            self.place()
+            for index in (0, 1, 0, 1):
+                self.take(index)
+
+    @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
     @rule(devices=st.integers(1, 2), min_workers=st.integers(1, WORKERS), spare=st.integers(0, WORKERS - 1))
     def schedule_steps(self, devices: int, min_workers: int, spare: int) -> None:
         homes = [index for index in range(WORKERS) for _ in range(devices)]
@@ -715,14 +851,13 @@ class GangMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        if running := list(self.running()):
-            index, task = data.draw(st.sampled_from(running))
-            self.scheduler.finish(index, task.id, 1.0)
+        if running := self.first():
+            self.finished(*data.draw(st.sampled_from(running)))
             self.settle()
 
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        if running := list(self.running()):
+        if running := self.first():
             index, task = data.draw(st.sampled_from(running))
             if self.scheduler.ended_badly(index, task).name == "AGAIN":
                 self.scheduler.run_again(index, [task.id])
@@ -732,7 +867,7 @@ class GangMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def miss_another(self, data: st.DataObject) -> None:
-        if running := [(index, task) for index, task in self.running() if task.gang is not None]:
+        if running := [(index, task) for index, task in self.first() if task.gang is not None]:
             index, task = data.draw(st.sampled_from(running))
             self.scheduler.gave_up(index, task, TimeoutError("another one is gone"))
             self.settle()
@@ -845,8 +980,9 @@ class GangMachine(RuleBasedStateMachine):
             self.place()
             for index in range(WORKERS):
                 self.scheduler.take(index)
-            for index, task in list(self.running()):
-                if self.scheduler.finish(index, task.id, 1.0) is None:
+            for index, task in self.first():
+                self.finished(index, task)
+                if task.state not in ENDED:
                     self.scheduler.ended_badly(index, task, stopped=True)
             self.settle()
             if self.scheduler.settled:

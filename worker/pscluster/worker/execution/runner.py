@@ -12,6 +12,9 @@ While a function runs that has a slow part of a dataset, or after a long one, an
 message: then the next function, and the data it needs, are there when this one ends. Not after a short one, since
 handing a message to another thread costs more than that.
 
+A member of a gang may be here before the function that runs before it has ended, and all its others. It begins only if
+that function returns (`Gang.follows`): otherwise that one may run again, before it. It is given back, then.
+
 If this worker has several members of a gang they run at the same time, each in a thread, the first one in the thread
 that runs functions. They come in one message. If one of them was recalled before, the others run nonetheless: their
 generation is over, and they are told to stop.
@@ -94,6 +97,7 @@ class Runner:
         self._leaving = False
         self._reader = RequestReader(self._lock, self._accept, self._to_run.notify_all)
         self._seconds = 0.0  # duration of the last function
+        self._returned = 0  # the last function that returned
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""
@@ -170,6 +174,9 @@ class Runner:
             group = [self._waiting.popleft()]
             step, turn = group[0][1], None
             if is_gang := step.HasField("gang"):
+                if step.gang.follows not in (0, self._returned):
+                    self._give_back(group[0][0], step.function)
+                    return self._next()
                 while self._waiting and self._waiting[0][1].gang.id == step.gang.id:
                     group.append(self._waiting.popleft())
                 turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
@@ -232,6 +239,8 @@ class Runner:
     def _deliver(self, outcome: Outcome) -> None:
         with self._lock:
             self._running.pop(outcome.function, None)
+            if outcome.kind == Outcome.DONE:
+                self._returned = outcome.function
             if self._questions.asked:
                 self._questions.function_ended(outcome.function)
             self._seconds = outcome.seconds

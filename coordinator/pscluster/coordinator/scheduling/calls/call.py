@@ -118,7 +118,7 @@ def add_step(request: worker_pb2.StepsRequest, task: Task[Call], attempt: int, t
     )
     if task.gang is not None:
         step.gang.CopyFrom(task.gang.described)
-        step.gang.rank = task.gang.rank_of(task)
+        step.gang.rank, step.gang.follows = task.gang.rank_of(task), task.follows
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)
         step.skips = task.data_retries_are_used_up and all(part.dataset.on_error == "skip" for part in call.parts)

@@ -24,9 +24,24 @@ All workers are taken at once, when all are free. So that this happens on a busy
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
 workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
 
-A program of global arrays on one worker is a gang of one, and talks to no other. Such a gang is placed while another
-one still runs on its worker, if nothing else is to run before it: it begins there once that one has returned, without
-waiting for a message. If the worker dies, both are in line again, in their order.
+A program of global arrays is placed while another one still runs on the same workers, if nothing else is to run before
+it: one program ahead. Each worker begins it once its member of the one before has returned, without waiting for a
+message. These workers have nothing else, so all of them run the two in the same order, and neither waits for the other:
+
+    the one before                       the one that follows
+    RUNNING                              RUNNING: workers may have begun it, where the one before has returned
+    a member is lost, fails, gives up,
+    or is cancelled                      is taken back: ENDING, unless it has ended itself. A worker whose member of the
+                                         one before has not returned gives it back without a message (`Task.follows`)
+    ENDING, and may run again            goes back in line before that one, which then goes in front of it
+    DONE                                 runs like any other
+
+While a program is to go back in line, no other one gets its workers. So programs on the same workers run in their
+order, whatever happens. The one that follows runs again as a whole. That changes nothing: its inputs are still there,
+and it makes the same arrays again. A worker's death counts for the program that it ran, and members of the other one
+that gave up count for none. One that waits for another member waits for as long as the one before runs there.
+
+A program on one worker talks to no other: it runs, as it waits there, also if the one before has failed.
 
 A gang may have several members on a worker, and may go on without workers that are lost (`min_workers`): their members
 are then placed on others. Once such a worker is back the generation ends, and the next one has its members at home.
@@ -91,15 +106,26 @@ class Gang(Generic[P]):
     error: Exception | None = None  # of the first member that failed for good
     withdrawn: bool = False  # unwanted: it does not run again
     isolated: bool = False  # its error cancels nothing else
+    follower: Gang[P] | None = None  # was placed while this one runs, and begins on each worker when it returns there
+    taken_back: bool = False  # this generation: it followed one that did not return
 
     @property
     def size(self) -> int:
         return len(self.payloads)
 
     @property
-    def is_alone(self) -> bool:
-        """Return whether it has one member, which runs again only if its worker dies, and whose error ends no other."""
-        return self.size == 1 and self.isolated and self.steps is None and not self.limits.retries
+    def is_program(self) -> bool:
+        """Return whether another one may be placed while it runs.
+
+        It runs again only if a worker dies or members lose each other, and its error ends no other one.
+        """
+        if not self.isolated or self.steps is not None or self.limits.retries:
+            return False
+        if self.size == 1:
+            return True
+        homes = self.workers or ()
+        has_own = len(set(homes)) == self.size  # a worker for each member
+        return has_own and not (self.min_workers or self.spare or self.limits.timeout)
 
     @property
     def is_over(self) -> bool:
@@ -136,6 +162,7 @@ class Gang(Generic[P]):
         """Make the tasks of the next generation."""
         self.results.clear()
         self.gave_up.clear()
+        self.follower, self.taken_back = None, False
         self.deaths_before, self.errors_before = self.deaths, self.errors
         self.members = [
             Task(
@@ -243,14 +270,16 @@ class Gangs(Generic[P]):
     def place(self, *, only_begun: bool, ahead: bool = False) -> Gang[P] | None:
         """Reserve workers for the front gang if all of them are free, and return it.
 
-        `ahead`: nothing else is queued, so that a gang of one may be sent to its worker while another one runs there.
+        `ahead`: nothing else is queued, so that a program may be sent to its workers while another one runs there.
         """
         front = self.front()
         if front is None or (only_begun and not front[0].begun):
             return None
         gang, indices = front
-        follows = ahead and gang.is_alone and self._runs_one_alone(indices[0])
-        if not follows and not all(self._workers[index].free for index in indices):
+        if gang.is_program and self._are_awaited(indices):
+            return None
+        before = self._program_on(indices) if ahead and gang.is_program else None
+        if before is None and not all(self._workers[index].free for index in indices):
             return None
         self.line.remove(gang)
         self.running[gang] = None
@@ -258,15 +287,34 @@ class Gangs(Generic[P]):
         gang.generation += 1
         for index, task in zip(indices, gang.members, strict=True):
             self._workers[index].reserved.append(task)
+        if before is not None and gang.size > 1:
+            before.follower = gang
+            for task, one_before in zip(gang.members, before.members, strict=True):
+                task.follows = one_before.id if one_before.state is State.SENT else 0
         return gang
 
-    def _runs_one_alone(self, index: int) -> bool:
-        """Return whether a worker runs a gang of one, and nothing else is sent or reserved for it."""
-        worker = self._workers[index]
-        if not worker.idle or worker.reserved or worker.lingering or worker.stopping or len(worker.sent) != 1:
-            return False
-        (task,) = worker.sent.values()
-        return task.gang is not None and task.gang.is_alone and not task.gang.is_over
+    def _are_awaited(self, indices: Sequence[int]) -> bool:
+        """Return whether a program that was placed on some of these workers is to go back in line."""
+        return any(
+            gang.state is GangState.ENDING and gang.is_program and not gang.is_over and set(indices) & set(gang.placed)
+            for gang in self.running
+        )
+
+    def _program_on(self, indices: Sequence[int]) -> Gang[P] | None:
+        """Return the program that runs on these workers, by rank, if they have nothing else, and all may yet return."""
+        program: Gang[P] | None = None
+        for index in indices:
+            worker = self._workers[index]
+            if not worker.idle or worker.reserved or worker.lingering or worker.stopping or len(worker.sent) > 1:
+                return None
+            for task in worker.sent.values():
+                if task.gang is None or (program is not None and task.gang is not program):
+                    return None
+                program = task.gang
+        if program is None or not program.is_program or program.is_over or list(program.placed) != list(indices):
+            return None
+        returns = all(member.state in (State.SENT, State.DONE) for member in program.members)
+        return program if returns and program.state is GangState.RUNNING else None
 
     def rejoin(self, index: int) -> None:
         """Note that a worker is up, or has nothing to do with a past gang any more: its members come back to it."""
@@ -278,13 +326,15 @@ class Gangs(Generic[P]):
         """Note that a member has ended, in any way."""
         gang = task.gang
         assert gang is not None
+        if task.state is not State.DONE:
+            self._take_back_follower(gang)
         if task.state is not State.DONE and task not in gang.gave_up and not gang.has_enough:
             self.break_up(gang)
         elif gang.state is GangState.RUNNING and not gang.late:
             if gang.gave_up and not gang.has_enough:
                 gang.state = GangState.ENDING
                 return
-            gang.state = GangState.DONE
+            gang.state, gang.follower = GangState.DONE, None
             del self.running[gang]
             self._over.append(gang)
 
@@ -310,6 +360,13 @@ class Gangs(Generic[P]):
         if gang.state is GangState.RUNNING and not gang.has_enough:
             gang.state = GangState.ENDING
             self._broken.append(gang)
+            self._take_back_follower(gang)
+
+    def _take_back_follower(self, gang: Gang[P]) -> None:
+        """Note that this gang can't be completed: the one that follows runs again after it."""
+        if (follower := gang.follower) is not None:
+            follower.taken_back = True
+            self.break_up(follower)
 
     def take_broken(self) -> list[Gang[P]]:
         """Return, once, the gangs whose other members must be cancelled."""
@@ -324,10 +381,10 @@ class Gangs(Generic[P]):
     def settle(self, may_still_update: Callable[[Task[P]], bool]) -> list[Gang[P]]:
         """Decide what becomes of gangs of which nothing is left. Return, once, those that have ended."""
         for gang in [gang for gang in reversed(self.running) if gang.state is GangState.ENDING]:  # each one goes first
-            if any(may_still_update(member) for member in gang.members):
+            if any(may_still_update(member) for member in gang.members) or self._goes_second(gang):
                 continue
             del self.running[gang]
-            if gang.gave_up and gang.deaths == gang.deaths_before:
+            if gang.gave_up and not gang.taken_back and gang.deaths == gang.deaths_before:
                 gang.deaths += 1
                 if gang.deaths >= self._max_attempts:
                     gang.error = gang.error or next(iter(gang.gave_up.values()))
@@ -345,6 +402,12 @@ class Gangs(Generic[P]):
                 self._over.append(gang)
         over, self._over = self._over, []
         return over
+
+    @staticmethod
+    def _goes_second(gang: Gang[P]) -> bool:
+        """Return whether another one goes back in line before this one does, so that it is behind it there."""
+        follower = gang.follower
+        return follower is not None and follower.state is GangState.ENDING and not (gang.is_over or follower.is_over)
 
     def _why_never_placed(self, gang: Gang[P]) -> Exception | None:
         """Return why a gang in line will never be placed; None if it may."""

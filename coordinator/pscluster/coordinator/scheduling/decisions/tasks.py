@@ -90,6 +90,7 @@ class Task(Generic[P]):
     position: int = 0  # on its worker's stream, counting from 1
     failures: int = 0  # that were retried
     withdrawn: bool = False  # unwanted: cancelled as soon as it fails or would be queued again
+    follows: int = 0  # id of the task before it on its worker: unless that returns, the worker gives it back; 0: any
 
     @property
     def begun(self) -> bool:
