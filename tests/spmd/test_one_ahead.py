@@ -18,7 +18,8 @@ from tests.waiting import TIMEOUT, until
 from pscluster import spmd
 from pscluster.core.context import current_function
 from pscluster.core.errors import CancelledError
-from pscluster.spmd import Layout
+from pscluster.spmd import Layout, session
+from pscluster.spmd.meshes import session_of
 
 ROWS = np.arange(8.0).reshape(2, 4)
 TOTAL = 2 * ROWS.sum(axis=0)
@@ -99,6 +100,28 @@ def test_the_worker_dies_that_is_ahead(job: Job) -> None:
         total.full(TIMEOUT)
     mesh_of(job)
     job.until_up(3)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_the_first_one_needs_is_not_forgotten_while_it_runs(
+    job: Job, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have to run again. If that is too large to be kept, the second one waits until it need not."""
+    monkeypatch.setattr(session, "HELD_BYTES", 0 if large else session.HELD_BYTES)
+    mesh = mesh_of(job)
+    rows = doubled(mesh)
+    spmd.barrier(mesh, TIMEOUT)
+    number = rows._ref.number
+    with frozen(job, 1):
+        first = summed(rows)
+        del rows
+        second = summed(spmd.distribute(ROWS, Layout(["x", None], mesh)))
+        assert (number in session_of(mesh).dropped) is not large
+        until(lambda: job.coordinator._dispatcher.status.stats().waiting == 2 * large, "it is sent, or waits")
+    for total, wanted in ((second, TOTAL / 2), (first, TOTAL)):
+        np.testing.assert_array_equal(total.full(TIMEOUT), wanted)
+    mesh_of(job)  # later programs
+    assert number not in session_of(mesh).dropped
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])

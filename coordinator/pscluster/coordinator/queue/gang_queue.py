@@ -127,10 +127,11 @@ class GangQueue(FunctionQueue):
         no_result: Any = None,
         answer: Callable[[Question], None] | None = None,
         isolated: bool = False,
+        waits: bool = False,
     ) -> list[RemoteValue]:
         """Do what `schedule_gang` does, given the positional and named arguments of each member. For internal use.
 
-        Those that are the same object are encoded once.
+        Those that are the same object are encoded once. With `waits` it is sent to no worker that another one runs on.
         """
         values: list[RemoteValue] = []
         calls: list[Call] = []
@@ -147,6 +148,7 @@ class GangQueue(FunctionQueue):
             calls.append(call)
         keys = [fresh_id() for _ in calls]
         gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare, isolated=isolated)
+        gang.waits = waits
         gang.no_result = _NOTHING if no_result is None else encode(no_result), ()
         self._dispatcher.submit_gang(gang, wait)
         return values

@@ -240,7 +240,9 @@ class Workers:
             self._step.scheduled.wait()  # programs run in order
             self._step = None
         # The session raises its errors: they concern no other function.
-        call = functools.partial(coordinator.schedule_members, function, args, homes, isolated=True)
+        call = functools.partial(
+            coordinator.schedule_members, function, args, homes, isolated=True, waits=program.waits
+        )
         if not program.updates:
             try:
                 return _OnWorkers(call())

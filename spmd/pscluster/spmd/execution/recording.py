@@ -86,6 +86,7 @@ class Sendable:
     optimizers: tuple[Any, ...] = ()
     updates: bool = False
     fetches: bool = False
+    waits: bool = False  # it begins nowhere before the one that was sent before it has ended
     sent: Sequence[int] = ()  # places among the inputs of those that are sent with it: as payloads, after its own
 
     @property
@@ -203,17 +204,13 @@ class Recording:
         """Return whether it has updated a variable, so that it can't read it any more."""
         return variable in self._updated
 
-    def finish(self, dropped: Collection[int]) -> tuple[Sendable, list[int]]:
-        """Return the program, and which arrays must be forgotten later: it uses them.
-
-        `dropped` are the numbers of arrays that nothing refers to.
-        """
+    def finish(self, dropped: Collection[int]) -> Sendable:
+        """Return the program. `dropped` are the numbers of arrays that nothing refers to, and that it does not read."""
         gone = set(dropped)
         inputs = list(self._inputs)
         outputs = [number for number, made in self._made.items() if number not in gone and made() is not None]
         text = self._text([self._places[number] for number in outputs])
-        later = [number for number in gone if number in self._inputs]
-        forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
+        forgotten = [number for number in gone if number not in self._made]
         payloads, functions = payloads_by_task(self.mesh, self._tasks, self._payloads), tuple(self._functions)
         program = Sendable(self.mesh, text, inputs, outputs, forgotten, payloads, functions)
         if self._variables:
@@ -222,7 +219,7 @@ class Recording:
             fetches = any(name == "fetch" for name, *_ in self._code)
             updates = bool(self._updated)
             program = replace(program, variables=variables, optimizers=optimizers, updates=updates, fetches=fetches)
-        return program, later
+        return program
 
     def _text(self, outputs: Sequence[int]) -> str:
         """Return the program as text, given the places of its outputs.

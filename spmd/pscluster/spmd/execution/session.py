@@ -16,6 +16,10 @@ An error is raised at the next fetch, or by the next operation that is sent: the
 programs that have failed, and those that were recorded when it was raised, raise TensorLostError; all others can be
 used. What a worker held when it died is lost as well; that is found by the program that uses it next.
 
+A program may begin on one worker while the one before still runs on others, and that one may have to run again. So
+arrays that it reads are not forgotten with the next program, but with the one after that. If they are large they are;
+then that program waits until the one before has ended.
+
 Two locks, taken in this order: one is held while a program is sent, so that programs are sent in the order in which
 they were recorded; the other guards what is recorded, and is never held for long. An operation that finds a program
 being sent does not wait: it is recorded, and goes with a later one.
@@ -28,7 +32,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -57,6 +61,8 @@ WORTH_INSTRUCTIONS = 16
 
 WORTH_WORK = 1 << 16
 """The same, of elements that are computed, made or moved: they take about as long as a message."""
+HELD_BYTES = 64 << 20
+"""Of arrays that nothing refers to, which are kept since the program that was sent last reads them."""
 
 _numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
 
@@ -268,19 +274,18 @@ class Session:
                 number = self._recording.number
                 self._recording = self._new_recording()
                 numbers = [source.number for source in inputs]
-                dropped = {self.dropped.popleft() for _ in range(len(self.dropped))}
-                self.dropped.extend(dropped.intersection(numbers))
-            forgotten = sorted(dropped.difference(numbers))
+                dropped, waits = self._forgettable(numbers)
             arrays = [(blocks, inputs[place].type) for place, blocks in sent.items()]
             more = payloads_by_task(self.mesh, self.tasks, arrays)
             started = replace(
                 program,
                 inputs=numbers,
                 outputs=outputs,
-                forgotten=forgotten,
+                forgotten=sorted(dropped),
                 payloads=[[*program.payloads[task], *also] for task, also in zip(self.tasks, more, strict=True)],
                 definition=definition,
                 sent=list(sent),
+                waits=waits,
             )
             self._has_updated |= program.updates
             running = self._start(number, started, inputs)
@@ -424,11 +429,28 @@ class Session:
         self._raise_first()
         with self._lock:
             recording, self._recording = self._recording, self._new_recording()
-            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            dropped, waits = self._forgettable(recording.inputs)
             inputs = list(recording.inputs.values())
-            program, later = recording.finish(dropped)
-            self.dropped.extend(later)
+            program = recording.finish(dropped)
+            if waits:
+                program = replace(program, waits=True)
         return self._start(recording.number, program, inputs)
+
+    def _forgettable(self, inputs: Collection[int]) -> tuple[set[int], bool]:
+        """Return the arrays that a program with these inputs may forget, and whether it must wait for the one before.
+
+        Under the lock.
+        """
+        dropped, waits = {self.dropped.popleft() for _ in range(len(self.dropped))}, False
+        keep = dropped.intersection(inputs)
+        if self._running and len(self.mesh.tasks) > 1:
+            _, _, read = self._running[-1]
+            held = dropped.intersection(read)
+            waits = sum(read[number][1].nbytes for number in held) > HELD_BYTES
+            if not waits:
+                keep |= held
+        self.dropped.extend(keep)
+        return dropped - keep, waits
 
     def _start(self, number: int, program: Sendable, inputs: Sequence[Ref]) -> Running:
         try:

@@ -73,7 +73,7 @@ class Trace(Session):
         small = [ref for ref in results if ref.number in made and _is_sent_here(ref.type)]
         for ref in small:
             recording.fetch(ref, every_device=False)
-        program, _ = recording.finish(made - {ref.number for ref in results})
+        program = recording.finish(made - {ref.number for ref in results})
         places = [program.outputs.index(ref.number) for ref in small]
         return dataclasses.replace(program, sent_here=places), inputs
 

@@ -152,6 +152,20 @@ def test_a_program_is_sent_to_all_its_workers_while_another_one_runs_on_them() -
     assert [member.follows for member in fourth.members] == [0, 0]
 
 
+def test_a_program_that_must_wait_is_not_sent_ahead() -> None:
+    scheduler = cluster(0, 1, 2)
+    first, second = program(100), program(200)
+    second.waits = True
+    scheduler.add_gang(first)
+    sent(scheduler, first)
+    scheduler.add_gang(second)
+    assert scheduler.place_gang() is None
+    for index, member in enumerate(first.members):
+        scheduler.finish(index, member.id, 1.0)
+    scheduler.settle_gangs()
+    assert sent(scheduler, second) == [0, 1]
+
+
 def run_on(scheduler: Scheduler[str], first: Gang[str], second: Gang[str]) -> None:
     """Place a program and one ahead; the first has returned on worker 0, where the second has begun."""
     for gang in (first, second):

@@ -38,7 +38,8 @@ message. These workers have nothing else, so all of them run the two in the same
 
 While a program is to go back in line, no other one gets its workers. So programs on the same workers run in their
 order, whatever happens. The one that follows runs again as a whole. That changes nothing: its inputs are still there,
-and it makes the same arrays again. A worker's death counts for the program that it ran, and members of the other one
+and it makes the same arrays again. Nor may it take away what the one before needs to run again; if it would, it waits
+(`Gang.waits`). A worker's death counts for the program that it ran, and members of the other one
 that gave up count for none. One that waits for another member waits for as long as the one before runs there.
 
 A program on one worker talks to no other: it runs, as it waits there, also if the one before has failed.
@@ -106,6 +107,7 @@ class Gang(Generic[P]):
     error: Exception | None = None  # of the first member that failed for good
     withdrawn: bool = False  # unwanted: it does not run again
     isolated: bool = False  # its error cancels nothing else
+    waits: bool = False  # it is not placed before all its workers are free
     follower: Gang[P] | None = None  # was placed while this one runs, and begins on each worker when it returns there
     taken_back: bool = False  # this generation: it followed one that did not return
 
@@ -278,7 +280,7 @@ class Gangs(Generic[P]):
         gang, indices = front
         if gang.is_program and self._are_awaited(indices):
             return None
-        before = self._program_on(indices) if ahead and gang.is_program else None
+        before = self._program_on(indices) if ahead and gang.is_program and not gang.waits else None
         if before is None and not all(self._workers[index].free for index in indices):
             return None
         self.line.remove(gang)
