@@ -28,7 +28,7 @@ from pscluster.coordinator.scheduling.answers import _MAX_UNSENT, Answers
 from pscluster.coordinator.scheduling.calls.call import Call
 from pscluster.coordinator.scheduling.calls.questions import Answer, Question
 from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
-from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.gang import Gang
 from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.context import current_function

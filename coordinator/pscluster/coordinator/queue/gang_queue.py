@@ -11,7 +11,7 @@ from pscluster.coordinator.queue.function_queue import FunctionQueue
 from pscluster.coordinator.scheduling.calls.call import Call
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.gang import Gang
 from pscluster.coordinator.scheduling.decisions.tasks import NO_LIMITS, RunLimits
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun

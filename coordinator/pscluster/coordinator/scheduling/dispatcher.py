@@ -33,7 +33,7 @@ from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, Rem
 from pscluster.coordinator.scheduling.connections.lifecycle import end_job
 from pscluster.coordinator.scheduling.connections.loop import end_tasks
 from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
-from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.gang import Gang
 from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
 from pscluster.coordinator.scheduling.gang_runs import GangRuns

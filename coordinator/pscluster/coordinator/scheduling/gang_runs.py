@@ -18,7 +18,7 @@ from pscluster.coordinator.scheduling.calls.function_errors import cancelled_err
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValueStatus
 from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
 from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
-from pscluster.coordinator.scheduling.decisions.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.decisions.gang import Gang, GangState
 from pscluster.coordinator.scheduling.decisions.tasks import Task
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.state import DispatchState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pscluster.coordinator.scheduling.calls.call import Call
 from pscluster.coordinator.scheduling.connections.server_link import unreachable
-from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.gang import Gang
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.errors import FunctionError
 from pscluster.core.metrics.registry import Snapshot

@@ -9,7 +9,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.conftest import search
 
-from pscluster.coordinator.scheduling.decisions.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.decisions.gang import Gang, GangState
 from pscluster.coordinator.scheduling.decisions.scheduler import Scheduler
 from pscluster.coordinator.scheduling.decisions.tasks import ENDED, Ending, Loss, RunLimits, State, Task
 

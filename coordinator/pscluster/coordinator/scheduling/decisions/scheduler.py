@@ -67,7 +67,7 @@ import math
 from collections.abc import Iterable
 
 from pscluster.coordinator.scheduling.decisions.assignments import Assignments
-from pscluster.coordinator.scheduling.decisions.gangs import Gang
+from pscluster.coordinator.scheduling.decisions.gang import Gang
 from pscluster.coordinator.scheduling.decisions.tasks import ENDED, Ending, Late, Loss, P, State, Task
 
 STOP_SECONDS = 5.0

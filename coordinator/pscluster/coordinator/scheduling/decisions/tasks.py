@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from pscluster.coordinator.scheduling.decisions.gangs import Gang
+    from pscluster.coordinator.scheduling.decisions.gang import Gang
 
 TARGET_SECONDS = 0.01
 """A worker keeps this much work, by measured time, beyond what it runs."""
