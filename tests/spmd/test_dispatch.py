@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 import re
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +126,12 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
     """Arguments that can't be followed, with the reason; arrays of another mesh; large ones that are not global."""
     host = np.zeros((7, 5))
     calls: list[tuple[Any, str]] = [
-        (lambda: np.add(array, 1, out=host), "with out=, since arrays do not change"),
-        (lambda: np.add(array, 1, where=host > 0), "use numpy.where"),
+        (lambda: np.add(array, 1, out=array), "since arrays do not change: write array = np.add(...)"),
+        (lambda: np.add(array, 1, out=host), "or array[...] = np.add(...).full(), which gathers it"),
+        (lambda: np.add(array, 1, where=host > 0), "write result = np.where(mask, np.add(...), 0)"),
+        (lambda: np.divide(1, array, out=array, where=host > 0), "np.where(mask, np.divide(...), array)"),
         (lambda: np.sum(array, where=host > 0, out=host), "sum is not there for global arrays with out="),
+        (lambda: np.matmul(array, array.T, axes=[(0, 1)] * 3), "matmul is not there for global arrays with axes="),
         (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
         (lambda: np.add.at(array, 0, 1), "add.at is not there"),
         (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),
@@ -195,6 +201,8 @@ def test_mistakes_raise_what_numpy_raises(array: spmd.DTensor) -> None:
         lambda a: np.broadcast_to(a, (5, 7)),
         lambda a: np.partition(a, 9),
         lambda a: np.linalg.inv(a[0]),
+        lambda a: np.linalg.solve(a[0], a[0]),
+        lambda a: f"{a:.3f}",
         lambda a: np.expand_dims(a, 5),
         len,
     ]
@@ -309,6 +317,9 @@ def test_methods(array: spmd.DTensor) -> None:
     for call in calls:
         np.testing.assert_array_equal(call(a).full(), call(host))
     assert [row.full().tolist() for row in a.relayout([None, "y"])] == host.tolist()
+    assert f"{a.mean():.2f} {a.sum():9.1e} {a.max()}".startswith(f"{host.mean():.2f} {host.sum():9.1e} DTensor(")
+    assert (34.0 in a, 35.0 in a) == (True, False)
+    assert copy.copy(a) is copy.deepcopy({"a": a})["a"] is a
 
 
 def test_errors_on_devices_come_with_the_next_fetch(make_mesh: MakeMesh) -> None:
@@ -330,3 +341,15 @@ def test_errors_on_devices_come_with_the_next_fetch(make_mesh: MakeMesh) -> None
         spmd.barrier(mesh)
     spmd.barrier(mesh)
     np.testing.assert_array_equal(good.full(), np.arange(5))
+
+    callers: list[weakref.ref[Any]] = []
+
+    def failing() -> None:
+        local = spmd.ones(3, layout=Layout(["x"], mesh))
+        callers.append(weakref.ref(local._ref))
+        np.linalg.inv(singular).full()
+
+    with pytest.raises(np.linalg.LinAlgError):
+        failing()
+    gc.collect()
+    assert callers[0]() is None, "the error keeps what its callers had"

@@ -114,7 +114,7 @@ def check_is_mesh(mesh: object) -> None:
 
 @contextlib.contextmanager
 def default_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Make it the mesh of `P` in the block."""
+    """Make it the mesh of `P`, and of traced functions that are called without global arrays, in the block."""
     check_is_mesh(mesh)
     token = _default.set(mesh)
     try:
@@ -123,9 +123,14 @@ def default_mesh(mesh: Mesh) -> Iterator[Mesh]:
         _default.reset(token)
 
 
+def current_mesh() -> Mesh | None:
+    """Return the mesh of the `default_mesh` block that this is in, if it is in one."""
+    return _default.get()
+
+
 def P(*specs: Spec) -> Layout:  # noqa: N802  # as in JAX
     """Return the layout with these specs on the default mesh. Raise MeshError if there is none."""
-    if (mesh := _default.get()) is None:
+    if (mesh := current_mesh()) is None:
         raise MeshError("there is no default mesh: write `with default_mesh(mesh):`, or Layout(specs, mesh)")
     return Layout(specs, mesh)
 

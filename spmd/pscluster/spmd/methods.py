@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
 
     __slots__ = ()
     shape: tuple[int, ...]
+    item: Callable[[], Any]
 
     @property
     def T(self) -> Any:  # noqa: N802  # as in NumPy
@@ -33,6 +35,17 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def imag(self) -> Any:
         return xp.imag(self)
+
+    def __contains__(self, item: Any) -> bool:
+        return bool((self == item).any())
+
+    def __format__(self, spec: str) -> str:
+        """Format a number, such as a loss, by what is after the colon: that of an array without axes is fetched."""
+        if not spec:
+            return str(self)
+        if self.shape:
+            raise TypeError(f"{spec!r} formats a number, and this is an array of shape {self.shape}: choose an element")
+        return format(self.item(), spec)
 
     def reshape(self, *shape: Any) -> Any:
         """Return it with another shape: see `numpy.reshape`."""

@@ -200,7 +200,13 @@ class DTensor(ArrayMethods, StaysHere):
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise MisuseError("a global array does not change: make another one, such as np.where(mask, value, array)")
+        raise MisuseError(
+            "a global array does not change: make another one, such as np.where(mask, value, array) with the mask "
+            "np.arange(len(array)) == index; what has to change is a DVariable"
+        )
+
+    def __delitem__(self, index: Any) -> None:
+        raise MisuseError("a global array does not change: np.delete(array, index, axis) makes another one")
 
     def __len__(self) -> int:
         if not self.shape:
@@ -246,8 +252,10 @@ class DTensor(ArrayMethods, StaysHere):
         return f"<DTensor of shape {self.shape}, {self.dtype}, {self.layout!r}>"
 
     def __str__(self) -> str:
-        """Return its value: once if it is replicated, else by device. Fetches it, unless it is large."""
-        if self.size > SHOWN_ELEMENTS:
+        """Return its value: once if it is replicated, else by device. Fetches it, unless it is large, or traced."""
+        if not session_of(self.mesh).has_values:
+            value = "<traced>"
+        elif self.size > SHOWN_ELEMENTS:
             value = f"<{self.size:,} elements>"
         elif self.layout.is_replicated:
             value = str(self.full())
@@ -261,6 +269,12 @@ class DTensor(ArrayMethods, StaysHere):
 
     def copy(self) -> DTensor:
         """Return itself: it does not change."""
+        return self
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        del memo
         return self
 
     def value(self) -> DTensor:

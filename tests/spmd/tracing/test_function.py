@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.spmd import UNSHARDED, Layout
 from pscluster.spmd.execution.recording import Sendable
 from pscluster.spmd.meshes import session_of
+from pscluster.spmd.tracing.function import MANY_TRACES
 
 A = np.random.default_rng(1).random((7, 5))
 B = np.random.default_rng(2).random((5, 4))
@@ -115,6 +118,83 @@ def test_structures_captured_arrays_and_constants(make_mesh: MakeMesh) -> None:
 
     np.testing.assert_allclose(with_terms(a).full(), A.sum(axis=1)[:, None] + 0 * A)
     np.testing.assert_allclose(unfinished.full(), A.sum(axis=1))
+
+
+@dataclass(frozen=True)
+class State:
+    """What people keep arrays in."""
+
+    weights: dict[str, Any]
+    steps: Any
+
+
+def test_dataclasses_methods_and_functions_without_arrays(grid: spmd.Mesh) -> None:
+    """What a training script is made of: a state that steps return anew, and an object that has the functions."""
+
+    class Model:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+        @spmd.function
+        def initial(self) -> State:
+            made = spmd.distribute(A, Layout(["x", "y"], grid))
+            return State(OrderedDict(w=made, b=spmd.zeros(5, layout=Layout(["y"], grid))), np.zeros_like(made[0, 0]))
+
+        @spmd.function
+        def step(self, state: State, x: Any) -> Any:
+            def loss(weights: Any) -> Any:
+                return np.square(x @ weights["w"] + weights["b"]).sum()
+
+            value, gradients = spmd.value_and_grad(loss)(state.weights)
+            weights = OrderedDict({key: w - self.rate * gradients[key] for key, w in state.weights.items()})
+            return value, State(weights, state.steps + 1)
+
+    with pytest.raises(MisuseError, match=r"by distribute\(\), or name the devices by `with default_mesh\(mesh\):`"):
+        Model(0.01).initial()
+    x, (w, b) = np.eye(3, 7) + 0.5, (A, np.zeros(5))
+    for rate in (0.01, 0.02):
+        model, w, b = Model(rate), A, np.zeros(5)
+        with spmd.default_mesh(grid):
+            state = model.initial()
+        for _ in range(3):
+            value, state = model.step(state, spmd.distribute(x, Layout([None, "x"], grid)))
+            error = x @ w + b
+            np.testing.assert_allclose(value.full(), np.square(error).sum())
+            w, b = w - rate * 2 * x.T @ error, b - rate * 2 * error.sum(axis=0)
+        np.testing.assert_allclose(state.weights["w"].full(), w)
+        np.testing.assert_allclose(state.weights["b"].full(), b)
+        assert type(state) is State
+        assert type(state.weights) is OrderedDict
+        assert state.steps.item() == 3
+    assert Model.step.traces == 2, "one for each object"
+
+
+def test_what_is_seen_of_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Arrays can be printed in it, and not be used outside; functions that are traced all the time are named."""
+    mesh = spmd.create_mesh({"x": 3})
+    a = spmd.distribute(A, Layout(["x", None], mesh))
+    kept: list[Any] = []
+
+    def scaled(v: Any, factor: float) -> Any:
+        kept.append(v * factor)
+        assert "DTensor(<traced>, layout=" in f"{v}"
+        return v * factor
+
+    traced = spmd.function(scaled)
+    for count in range(1, MANY_TRACES + 2):
+        traced(a, 1 / count)
+        assert ("scaled has been traced 16 times" in caplog.text) == (count >= MANY_TRACES)
+    assert caplog.text.count("pass numbers that change from call to call as arrays") == 1
+    for use in (
+        lambda: kept[0].full(),
+        lambda: kept[0] + 1,
+        lambda: traced(kept[0], 2),
+        lambda: traced(a, 2) + kept[0],
+    ):
+        with pytest.raises(MisuseError, match=r"the result of multiply, is part of a traced function.*: return it"):
+            use()
+    with pytest.raises(MisuseError, match="is part of a traced function"):
+        spmd.function(lambda v: v + kept[0])(a)
 
 
 def test_creation_inside(grid: spmd.Mesh) -> None:

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core import checks
-from pscluster.core.errors import TensorLostError, WaitTimeoutError
+from pscluster.core.errors import MisuseError, TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.execution.recording import Recording, Ref, Sendable, Stored, Updating, described, payloads_by_task
@@ -93,6 +93,10 @@ def _named(error: BaseException, inputs: _Inputs) -> BaseException:
     )
 
 
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error!s:.300}"
+
+
 class Running(Protocol):
     """A program that was sent."""
 
@@ -116,6 +120,9 @@ class Executor(Protocol):
 class Session:
     """Records and sends the operations of one mesh: see the module's docstring. Thread-safe."""
 
+    has_values = True
+    """Whether arrays have values that can be fetched."""
+
     def __init__(self, mesh: Mesh, executor: Executor, tasks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
         self.tasks = range(len(mesh.tasks)) if tasks is None else tasks
@@ -129,7 +136,9 @@ class Session:
         self._running: deque[tuple[int, Running, _Inputs]] = deque()
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
-        self._failed: dict[int, BaseException] = {}  # by program
+        self._failed: dict[int, str] = {}
+        """Why, by program: not as an error, which would keep the frames that it went through, and all their arrays."""
+
         self._has_updated = False  # a variable, ever
 
     @functools.cached_property
@@ -393,19 +402,23 @@ class Session:
 
     def _use(self, ref: Ref) -> None:
         """Record that an array's blocks are sent, if they are still here. TensorLostError if it was never made."""
-        if self._failed:
+        if self._failed or ref.session is not self:
             self._check(ref)
         if ref.blocks is not None:
             self._recording.load(ref, ref.blocks)
             ref.blocks, ref.program = None, self._recording.number
 
     def _check(self, ref: Ref) -> None:
-        """Raise TensorLostError if an array was never made."""
+        """Raise TensorLostError if an array was never made, and MisuseError if it is one of a traced function."""
+        if not ref.session.has_values:
+            raise MisuseError(
+                f"{described(ref.made_by, ref.type)}, is part of a traced function, and has no value outside of its "
+                "call: return it from the function, and use what the call returns"
+            )
         if (why := self._failed.get(ref.program)) is not None:
             raise TensorLostError(
-                f"{described(ref.made_by, ref.type)}, was not made, since an operation has failed: "
-                f"{type(why).__name__}: {why!s:.300}"
-            ) from why
+                f"{described(ref.made_by, ref.type)}, was not made, since an operation has failed: {why}"
+            )
 
     def _send_soon(self) -> None:
         """Send what is recorded, unless it can wait for something that runs."""
@@ -457,7 +470,7 @@ class Session:
             running = self.executor.start(program)
         except BaseException as error:
             with self._lock:
-                self._failed[number] = error
+                self._failed[number] = _why(error)
                 self.dropped.extend(program.forgotten)
             raise
         with self._lock:
@@ -476,7 +489,7 @@ class Session:
                     running.result()
                 except BaseException as raised:
                     error = _named(raised, inputs)
-                    self._failed[number] = error
+                    self._failed[number] = _why(error)
                     # Those that follow were cancelled, or lack what this one would have made.
                     if self._unraised is None and number > self._excused and not isinstance(error, ResultsLostError):
                         self._unraised = error
@@ -486,7 +499,10 @@ class Session:
             if (error := self._unraised) is None:
                 return
             self._unraised = None
-            self._failed[self._recording.number] = error
+            self._failed[self._recording.number] = _why(error)
             self._excused = self._recording.number
             self._recording = self._new_recording()
-        raise error.with_traceback(None)
+        try:
+            raise error.with_traceback(None)
+        finally:
+            del error  # it refers to this frame: a cycle would keep the frames of all callers for a while

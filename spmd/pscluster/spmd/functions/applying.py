@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.dtypes import is_variable_dtype
-from pscluster.core.errors import LayoutError, MisuseError
+from pscluster.core.errors import LayoutError, MisuseError, UnsupportedFunctionError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.rule import Label, Operand, resolve
@@ -22,7 +22,7 @@ from pscluster.spmd.gradients.tape import record
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
-from pscluster.spmd.tensor import FUNCTIONS, DTensor, unsupported
+from pscluster.spmd.tensor import FUNCTIONS, DTensor
 from pscluster.worker.programs.operations import COMBINES
 from pscluster.worker.programs.program import ArrayType, Placeholder
 
@@ -132,11 +132,26 @@ def refuse_out(name: str, kwargs: dict[str, Any]) -> None:
     for key in ("order", "subok", "like", "device"):
         kwargs.pop(key, None)
     out, where = kwargs.pop("out", None), kwargs.pop("where", True)
-    given = out if isinstance(out, tuple) else (out,)
-    if any(array is not None and array is not np._NoValue for array in given):
-        raise unsupported(name, "with out=, since arrays do not change")
+    given = [array for array in (out if isinstance(out, tuple) else (out,)) if not _is_default(array)]
     if where is not True and where is not np._NoValue:
-        raise unsupported(name, "with where=: use numpy.where()")
+        otherwise = "array" if given else "0"
+        raise UnsupportedFunctionError(
+            f"{name} is not there for global arrays with where=, which leaves elements of out= as they are, and arrays "
+            f"do not change: write result = np.where(mask, np.{name}(...), {otherwise})"
+        )
+    if any(isinstance(array, np.ndarray) for array in given):
+        raise UnsupportedFunctionError(
+            f"{name} is not there for global arrays with out= (or, as in array += b, in place) an array of NumPy's: "
+            f"write array = np.{name}(...), a global array, or array[...] = np.{name}(...).full(), which gathers it"
+        )
+    if given:
+        raise UnsupportedFunctionError(
+            f"{name} is not there for global arrays with out=, since arrays do not change: write array = np.{name}(...)"
+        )
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or value is np._NoValue
 
 
 def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[np.dtype[Any]]:

@@ -15,7 +15,7 @@ from pscluster.spmd.tensor import DTensor
 def of_matrices(name: str, a: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Apply a function to stacks of matrices; the shapes of what it makes of one are asked of NumPy."""
     if a.ndim < 2:
-        raise np.linalg.LinAlgError(f"{a.ndim}-dimensional array given. Array must be at least two-dimensional")
+        raise _too_few_axes(a)
     function = getattr(np.linalg, name)
     batch: tuple[Label, ...] = tuple(range(a.ndim - 2))
     rows, columns = a.shape[-2:]
@@ -28,6 +28,10 @@ def of_matrices(name: str, a: DTensor, *args: Any, **kwargs: Any) -> Any:
     ]
     tensors = apply(f"linalg.{name}", [a], [(*batch, "rows", "columns")], results, [block(0), *args], kwargs)
     return type(made)(*tensors) if several and hasattr(made, "_fields") else (tuple(tensors) if several else tensors[0])
+
+
+def _too_few_axes(a: DTensor) -> np.linalg.LinAlgError:
+    return np.linalg.LinAlgError(f"{a.ndim}-dimensional array given. Array must be at least two-dimensional")
 
 
 def _register(name: str) -> None:
@@ -54,6 +58,8 @@ def solve(a: Any, b: Any) -> Any:
     """See `numpy.linalg.solve`; columns of `b` keep their sharding."""
     mesh = mesh_of(a, b)
     matrix, right = as_tensor(a, mesh), as_tensor(b, mesh)
+    if matrix.ndim < 2:
+        raise _too_few_axes(matrix)
     columns = () if right.ndim == 1 else ("columns",)
     batches = [matrix.shape[:-2], right.shape[: right.ndim - 1 - len(columns)]]
     batch = np.broadcast_shapes(*batches)

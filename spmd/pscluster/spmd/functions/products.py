@@ -50,6 +50,8 @@ def _mismatch(name: str, a: DTensor, b: DTensor) -> ValueError:
 @implements(np.matmul, *numpys("linalg.matmul"))
 def matmul(x1: Any, x2: Any, **kwargs: Any) -> Any:
     """See `numpy.matmul`."""
+    if unknown := kwargs.keys() - {"dtype", "casting"}:
+        raise unsupported("matmul", f"with {min(unknown)}=")
     if is_scalar(x1) or is_scalar(x2):
         raise ValueError("matmul: Input operand does not have enough dimensions")  # NumPy's words
     a, b = _tensors(x1, x2)

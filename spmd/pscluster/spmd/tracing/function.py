@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -16,10 +18,10 @@ from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.execution.executors import definition_of
 from pscluster.spmd.execution.recording import Ref, Sendable
-from pscluster.spmd.meshes import session_of
+from pscluster.spmd.meshes import current_mesh, session_of
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
-from pscluster.spmd.tracing.trace import Step, check_is_function, is_tracing, rebuilt, tracing
+from pscluster.spmd.tracing.trace import Step, check_is_function, is_tracing, rebuilt, structure_of, tracing
 from pscluster.spmd.variables.variable import DVariable
 from pscluster.worker.programs.program import ArrayType
 
@@ -31,11 +33,19 @@ MAX_TRACES = 64
 """Of one function, for arguments of different shapes, types, layouts and values: the oldest one is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
+MANY_TRACES = 16
+"""After as many the log says how there would be fewer."""
+
+logger = logging.getLogger(__name__)
+
+
 class _Slot:
     """Stands for an array: an argument, or a result."""
 
-    number: int
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +105,32 @@ class Function(Generic[Params, Returned]):
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._traces = Traces[Traced]()
+        self._made = 0
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Returned:
         """Run it, without waiting; trace it first if there was no such call."""
         if is_tracing():
             return self._fn(*args, **kwargs)
         tensors, key, arguments = arguments_of(args, kwargs)
-        traced = self._traces.of(key, lambda: traced_call(self._fn, tensors, arguments))
+        traced = self._traces.of(key, lambda: self._trace(tensors, arguments))
         returned: Returned = _run(traced, tensors, traced.definition)
         return returned
+
+    def _trace(self, tensors: list[DTensor], arguments: tuple[Any, Any]) -> Traced:
+        traced = traced_call(self._fn, tensors, arguments)
+        self._made += 1
+        if self._made == MANY_TRACES:
+            logger.warning(
+                "%s has been traced %d times, since its arguments were of as many kinds: pass numbers that change from "
+                "call to call as arrays, such as np.asarray(number)",
+                getattr(self._fn, "__qualname__", self._fn),
+                MANY_TRACES,
+            )
+        return traced
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the method of an object, which is the function with that as its first argument."""
+        return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"<traced function {getattr(self._fn, '__qualname__', self._fn)}: {self.traces} traces>"
@@ -124,15 +151,16 @@ def function(fn: Callable[Params, Returned]) -> Function[Params, Returned]:
 
     At its first call with arguments of certain shapes, types and layouts it is called to see which operations it does;
     then, and in all later calls of the kind, these run as a whole. What it does beside is done once, at that first
-    call. Numbers and texts among the arguments, and global arrays that it captures, are taken as they are then, and
-    another number is another kind: pass as an array what changes from call to call.
+    call. Numbers and texts among the arguments, and all that it captures, such as global arrays, numbers and an
+    object's attributes, are taken as they are then, and another number among the arguments is another kind: pass as an
+    array what changes from call to call.
 
     Variables are read when it runs, and updated when it ends, all of them or none; it can't read one that it has
     updated before.
 
-    It takes and returns global arrays in lists, tuples and dicts; at least one argument has to be one. NumPy arrays
-    among the arguments go to all devices. Inside, arrays have no values yet: `numpy()`, `if array > 0` and the like
-    raise MisuseError. Inside another traced function it is a plain function.
+    It takes and returns global arrays in lists, tuples, dicts and dataclasses. At least one argument has to be one, or
+    there is a `default_mesh`. NumPy arrays among the arguments go to all devices. Inside, arrays have no values yet:
+    `numpy()`, `if array > 0` and the like raise MisuseError. Inside another traced function it is a plain function.
     """
     return Function(fn)
 
@@ -156,13 +184,17 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
     """Return the arrays among the arguments, what identifies their kind, and arguments with slots for the arrays."""
     meshes: list[Mesh] = []
     rebuilt((args, kwargs), lambda leaf: meshes.append(leaf.mesh) if isinstance(leaf, DTensor) else None)
+    kinds: list[Any] = []
+    if not meshes and (mesh := current_mesh()) is not None:
+        meshes.append(mesh)
+        kinds.append(mesh)
     if not meshes:
         raise MisuseError(
             "a traced function is called with at least one global array, on whose devices it runs: make one by "
-            "distribute(); or compute here by the plain function, which spmd.function(fn).plain is"
+            "distribute(), or name the devices by `with default_mesh(mesh):`; or compute here by the plain function, "
+            "which spmd.function(fn).plain is"
         )
     tensors: list[DTensor] = []
-    kinds: list[Any] = []
 
     def leaf(value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -178,12 +210,13 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
         return value
 
     slots = rebuilt((args, kwargs), leaf)
-    key = repr(rebuilt(slots, lambda _: 0)), tuple(kinds)
+    key = structure_of(slots), tuple(kinds)
     try:
         hash(key)
     except TypeError as error:
         raise MisuseError(
-            f"a traced function takes arrays, and numbers, texts and the like, in lists, tuples and dicts: {error}"
+            "a traced function takes arrays, and numbers, texts and the like, in lists, tuples, dicts and dataclasses: "
+            f"{error}"
         ) from None
     return tensors, key, slots
 
@@ -191,7 +224,9 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
 def _mesh_of(tensors: list[DTensor], arguments: tuple[Any, Any]) -> Mesh:
     variables: list[DTensor] = []
     rebuilt(arguments, lambda leaf: variables.append(leaf) if isinstance(leaf, DVariable) else None)
-    return (tensors or variables)[0].mesh
+    mesh = tensors[0].mesh if tensors else variables[0].mesh if variables else current_mesh()
+    assert mesh is not None, "arguments_of has looked"
+    return mesh
 
 
 def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple[Any, Any]) -> Traced:

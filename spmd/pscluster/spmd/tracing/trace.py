@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -55,6 +56,8 @@ class _NoExecutor:
 
 class Trace(Session):
     """Records what a function does with arrays of one mesh, in place of the mesh's session."""
+
+    has_values = False
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, _NoExecutor())
@@ -179,7 +182,7 @@ class Trace(Session):
 
     def _check(self, ref: Ref) -> None:
         if ref.session is not self:  # it is captured
-            ref.session._check(ref)
+            Session._check(ref.session, ref)
 
 
 def _is_sent_here(of: ArrayType) -> bool:
@@ -212,7 +215,7 @@ def is_tracing() -> bool:
 
 
 def rebuilt(value: Any, leaf: Callable[..., Any], name: str | None = None) -> Any:
-    """Return nested lists, tuples and dicts with each leaf replaced, in order.
+    """Return nested lists, tuples, dicts and dataclasses with each leaf replaced, in order.
 
     With a name of the whole, `leaf` is also told that of what it replaces, such as "name[0]['w']".
     """
@@ -221,16 +224,37 @@ def rebuilt(value: Any, leaf: Callable[..., Any], name: str | None = None) -> An
         return rebuilt(item, leaf, None if name is None else f"{name}[{key!r}]")
 
     if isinstance(value, dict):
-        return {key: of(item, key) for key, item in value.items()}
+        items = {key: of(item, key) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        (made := copy.copy(value)).update(items)
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(of(item, at) for at, item in enumerate(value)))
     if isinstance(value, list | tuple):
         return type(value)(of(item, at) for at, item in enumerate(value))
+    if hasattr(type(value), "__dataclass_fields__"):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            path = None if name is None else f"{name}.{field.name}"
+            object.__setattr__(made, field.name, rebuilt(getattr(value, field.name), leaf, path))  # it may be frozen
+        return made
     return leaf(value) if name is None else leaf(value, name)
 
 
+def structure_of(value: Any) -> Any:
+    """Return what nested lists, tuples, dicts and dataclasses are without their leaves: equal if these are alike."""
+    if isinstance(value, dict):
+        return type(value), *((type(key), key, structure_of(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *map(structure_of, value)
+    if hasattr(type(value), "__dataclass_fields__"):
+        return type(value), *(structure_of(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return None
+
+
 def leaves_of(value: Any) -> list[Any]:
-    """Return what is in nested lists, tuples and dicts, in order."""
+    """Return what is in nested lists, tuples, dicts and dataclasses, in order."""
     leaves: list[Any] = []
     rebuilt(value, leaves.append)
     return leaves

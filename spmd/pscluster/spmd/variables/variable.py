@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -254,6 +254,12 @@ class DVariable(DTensor):
     def copy(self) -> DTensor:
         """Return its value as it is now."""
         return self.value()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise MisuseError(
+            f"variable {self.name!r} can't be copied: value() is the array that it is now, and DVariable(v.value(), "
+            "name=...) another variable of that value"
+        )
 
     def astype(self, dtype: npt.DTypeLike) -> DTensor:
         """Return its value as it is now, with another element type."""
