@@ -125,11 +125,12 @@ def test_what_is_not_covered_is_refused(function: Any, array: spmd.DTensor) -> N
 def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> None:
     """Arguments that can't be followed, with the reason; arrays of another mesh; large ones that are not global."""
     host = np.zeros((7, 5))
+    given: Any = array
     calls: list[tuple[Any, str]] = [
-        (lambda: np.add(array, 1, out=array), "since arrays do not change: write array = np.add(...)"),
+        (lambda: np.add(array, 1, out=given), "since arrays do not change: write array = np.add(...)"),
         (lambda: np.add(array, 1, out=host), "or array[...] = np.add(...).full(), which gathers it"),
         (lambda: np.add(array, 1, where=host > 0), "write result = np.where(mask, np.add(...), 0)"),
-        (lambda: np.divide(1, array, out=array, where=host > 0), "np.where(mask, np.divide(...), array)"),
+        (lambda: np.divide(1, array, out=given, where=host > 0), "np.where(mask, np.divide(...), array)"),
         (lambda: np.sum(array, where=host > 0, out=host), "sum is not there for global arrays with out="),
         (lambda: np.matmul(array, array.T, axes=[(0, 1)] * 3), "matmul is not there for global arrays with axes="),
         (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
@@ -312,6 +313,8 @@ def test_methods(array: spmd.DTensor) -> None:
         lambda v: v.cumsum(axis=1),
         lambda v: v.take([1, 2], axis=1),
         lambda v: v.real,
+        lambda v: v.conjugate(),
+        lambda v: v.argpartition(2),
         lambda v: abs(v),
     )
     for call in calls:
@@ -319,6 +322,13 @@ def test_methods(array: spmd.DTensor) -> None:
     assert [row.full().tolist() for row in a.relayout([None, "y"])] == host.tolist()
     assert f"{a.mean():.2f} {a.sum():9.1e} {a.max()}".startswith(f"{host.mean():.2f} {host.sum():9.1e} DTensor(")
     assert (34.0 in a, 35.0 in a) == (True, False)
+    with pytest.raises(AttributeError, match=re.escape("has no sort(), since it does not change: use np.sort(array)")):
+        a.sort()
+    with pytest.raises(AttributeError, match="no attribute 'flat'; NumPy's arrays do, and full\\(\\) gathers one"):
+        list(a.flat)
+    with pytest.raises(spmd.UnsupportedFunctionError, match="nonzero"):
+        a.nonzero()
+    assert not hasattr(a, "no_such")
     assert copy.copy(a) is copy.deepcopy({"a": a})["a"] is a
 
 
@@ -342,12 +352,27 @@ def test_errors_on_devices_come_with_the_next_fetch(make_mesh: MakeMesh) -> None
     spmd.barrier(mesh)
     np.testing.assert_array_equal(good.full(), np.arange(5))
 
+    # What comes from here is not lost with the program that it went with: neither a recorded nor a traced one.
+    sent: Any = spmd.distribute(np.zeros((2, 2)), Layout.replicated(mesh, 2))
+    inverse: Any
+    for inverse in (np.linalg.inv, spmd.function(np.linalg.inv), np.linalg.inv):
+        with pytest.raises(np.linalg.LinAlgError):
+            inverse(sent).full()
+    other = spmd.distribute(np.ones(2), Layout(["x"], mesh))
+    np.linalg.inv(sent)
+    used: Any = other + 1
+    with pytest.raises(np.linalg.LinAlgError):
+        spmd.barrier(mesh)
+    with pytest.raises(spmd.TensorLostError):
+        used.full()
+    assert ((sent + 1).full().tolist(), (other + 1).full().tolist()) == ([[1, 1], [1, 1]], [2, 2])
+
     callers: list[weakref.ref[Any]] = []
 
     def failing() -> None:
         local = spmd.ones(3, layout=Layout(["x"], mesh))
         callers.append(weakref.ref(local._ref))
-        np.linalg.inv(singular).full()
+        inverse(singular).full()
 
     with pytest.raises(np.linalg.LinAlgError):
         failing()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 xp: Any = np
 """NumPy, for calls with global arrays, of which its types know nothing."""
+
+
+_IN_PLACE = {
+    "fill": "np.full_like(array, value)",
+    "partition": "np.partition(array, kth)",
+    "put": "np.where(mask, value, array)",
+    "resize": "np.resize(array, shape)",
+    "sort": "np.sort(array)",
+}
+"""Methods of NumPy's arrays that change them, and what makes another array instead."""
 
 
 class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
@@ -73,6 +83,9 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
     def argmin(self, *args: Any, **kwargs: Any) -> Any:
         return xp.argmin(self, *args, **kwargs)
 
+    def argpartition(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.argpartition(self, *args, **kwargs)
+
     def argsort(self, *args: Any, **kwargs: Any) -> Any:
         return xp.argsort(self, *args, **kwargs)
 
@@ -81,6 +94,9 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
 
     def conj(self, *args: Any, **kwargs: Any) -> Any:
         return xp.conj(self, *args, **kwargs)
+
+    def conjugate(self) -> Any:
+        return xp.conj(self)
 
     def cumprod(self, *args: Any, **kwargs: Any) -> Any:
         return xp.cumprod(self, *args, **kwargs)
@@ -138,6 +154,17 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
 
     def var(self, *args: Any, **kwargs: Any) -> Any:
         return xp.var(self, *args, **kwargs)
+
+    def nonzero(self) -> Any:
+        return xp.nonzero(self)
+
+    if not TYPE_CHECKING:  # which knows what is missing
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if (instead := _IN_PLACE.get(name)) is not None:
+                raise AttributeError(f"a global array has no {name}(), since it does not change: use {instead}")
+            also = "; NumPy's arrays do, and full() gathers one" if hasattr(np.ndarray, name) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{also}", name=name, obj=self)
 
     # Those of the mixin would change the array in place.
     def __iadd__(self, other: Any) -> Any:

@@ -172,6 +172,8 @@ def test_a_worker_dies_after_its_updates_were_applied(durable: Armed, returns: b
         if returns:
             with pytest.raises(spmd.TensorLostError, match="after the updates of a program were applied"):
                 float(result)
+            np.testing.assert_array_equal((a + 1).full(TIMEOUT), A + 1)  # sent again, since that program has failed
+            return
         with pytest.raises(spmd.TensorLostError, match=r"\(5, 6\) and type float64, the result of distribute, is lost"):
             (a + 1).full(TIMEOUT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,12 +186,13 @@ def test_what_is_seen_of_a_trace(caplog: pytest.LogCaptureFixture) -> None:
         traced(a, 1 / count)
         assert ("scaled has been traced 16 times" in caplog.text) == (count >= MANY_TRACES)
     assert caplog.text.count("pass numbers that change from call to call as arrays") == 1
-    for use in (
+    uses: list[Callable[[], Any]] = [
         lambda: kept[0].full(),
         lambda: kept[0] + 1,
         lambda: traced(kept[0], 2),
         lambda: traced(a, 2) + kept[0],
-    ):
+    ]
+    for use in uses:
         with pytest.raises(MisuseError, match=r"the result of multiply, is part of a traced function.*: return it"):
             use()
     with pytest.raises(MisuseError, match="is part of a traced function"):

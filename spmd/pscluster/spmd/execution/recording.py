@@ -46,6 +46,10 @@ class Ref:
         self.session.dropped.append(self.number)
 
 
+Loaded = tuple[weakref.ref[Ref], Mapping[int, Array]]
+"""An array whose blocks go with a program."""
+
+
 def described(made_by: str, of: ArrayType) -> str:
     """Return what an array is, for people."""
     return f"a global array of shape {of.shape} and type {of.dtype.name}, the result of {made_by}"
@@ -115,6 +119,7 @@ class Recording:
         self._inputs: dict[int, Ref] = {}  # kept until it is sent
         self._made: dict[int, weakref.ref[Ref]] = {}
         self._payloads: list[tuple[Mapping[int, Array], ArrayType]] = []
+        self.loaded: list[Loaded] = []
         self._functions: list[LocalFunction] = []
         self._variables: dict[Stored, int] = {}
         self._optimizers: dict[int, tuple[int, Any]] = {}  # by id
@@ -138,6 +143,7 @@ class Recording:
         self._code.append(("load", self._write(output), len(self._payloads)))
         self.work += output.type.size
         self._payloads.append((blocks, output.type))
+        self.loaded.append((weakref.ref(output), blocks))
         self.payload_bytes += sum(block.nbytes for block in blocks.values())
 
     def create(self, output: Ref, maker: str, numbers: Sequence[float]) -> None:

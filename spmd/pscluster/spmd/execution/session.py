@@ -31,6 +31,7 @@ import functools
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +44,16 @@ from pscluster.core import checks
 from pscluster.core.errors import MisuseError, TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.execution.recording import Recording, Ref, Sendable, Stored, Updating, described, payloads_by_task
+from pscluster.spmd.execution.recording import (
+    Loaded,
+    Recording,
+    Ref,
+    Sendable,
+    Stored,
+    Updating,
+    described,
+    payloads_by_task,
+)
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
@@ -93,6 +103,13 @@ def _named(error: BaseException, inputs: _Inputs) -> BaseException:
     )
 
 
+def _unload(loaded: Sequence[Loaded]) -> None:
+    """Take note that blocks are still here only, to be sent again: the program that they went with has failed."""
+    for of, blocks in loaded:
+        if (ref := of()) is not None:
+            ref.blocks, ref.program = blocks, 0
+
+
 def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {error!s:.300}"
 
@@ -133,7 +150,7 @@ class Session:
         self._lock = threading.RLock()
         self._programs = itertools.count(1)
         self._recording = self._new_recording()
-        self._running: deque[tuple[int, Running, _Inputs]] = deque()
+        self._running: deque[tuple[int, Running, _Inputs, Sequence[Loaded]]] = deque()
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, str] = {}
@@ -155,8 +172,8 @@ class Session:
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
         """Return an array made of blocks, by their numbers in its layout. The blocks must not change any more.
 
-        They are sent with the first program that needs the array. So if a worker dies while that runs, they are sent
-        again.
+        They are sent with the first program that needs the array. If a worker dies while that runs, they are sent
+        again; and if that fails, with the next one.
         """
         ref = Ref(self, next(_numbers), of, 0, "distribute")
         ref.blocks = blocks
@@ -297,7 +314,9 @@ class Session:
                 waits=waits,
             )
             self._has_updated |= program.updates
-            running = self._start(number, started, inputs)
+            running = self._start(
+                number, started, inputs, [(weakref.ref(inputs[place]), of) for place, of in sent.items()]
+            )
             for place in sent:
                 inputs[place].blocks = None
             return number, running
@@ -377,7 +396,7 @@ class Session:
 
     def _sent(self) -> list[Running]:
         with self._lock:
-            return [running for _, running, _ in self._running]
+            return [running for _, running, *_ in self._running]
 
     @staticmethod
     def _end(sent: Sequence[Running], timeout: float | None) -> None:
@@ -447,7 +466,7 @@ class Session:
             program = recording.finish(dropped)
             if waits:
                 program = replace(program, waits=True)
-        return self._start(recording.number, program, inputs)
+        return self._start(recording.number, program, inputs, recording.loaded)
 
     def _forgettable(self, inputs: Collection[int]) -> tuple[set[int], bool]:
         """Return the arrays that a program with these inputs may forget, and whether it must wait for the one before.
@@ -457,7 +476,7 @@ class Session:
         dropped, waits = {self.dropped.popleft() for _ in range(len(self.dropped))}, False
         keep = dropped.intersection(inputs)
         if self._running and len(self.mesh.tasks) > 1:
-            _, _, read = self._running[-1]
+            _, _, read, _ = self._running[-1]
             held = dropped.intersection(read)
             waits = sum(read[number][1].nbytes for number in held) > HELD_BYTES
             if not waits:
@@ -465,17 +484,18 @@ class Session:
         self.dropped.extend(keep)
         return dropped - keep, waits
 
-    def _start(self, number: int, program: Sendable, inputs: Sequence[Ref]) -> Running:
+    def _start(self, number: int, program: Sendable, inputs: Sequence[Ref], loaded: Sequence[Loaded]) -> Running:
         try:
             running = self.executor.start(program)
         except BaseException as error:
             with self._lock:
                 self._failed[number] = _why(error)
                 self.dropped.extend(program.forgotten)
+                _unload(loaded)
             raise
         with self._lock:
             # Not the arrays themselves: they may be dropped before it has ended.
-            self._running.append((number, running, {ref.number: (ref.made_by, ref.type) for ref in inputs}))
+            self._running.append((number, running, {ref.number: (ref.made_by, ref.type) for ref in inputs}, loaded))
         return running
 
     def _reap(self) -> None:
@@ -484,12 +504,13 @@ class Session:
             return
         with self._lock:
             while self._running and self._running[0][1].wait(0):
-                number, running, inputs = self._running.popleft()
+                number, running, inputs, loaded = self._running.popleft()
                 try:
                     running.result()
                 except BaseException as raised:
                     error = _named(raised, inputs)
                     self._failed[number] = _why(error)
+                    _unload(loaded)
                     # Those that follow were cancelled, or lack what this one would have made.
                     if self._unraised is None and number > self._excused and not isinstance(error, ResultsLostError):
                         self._unraised = error
@@ -501,6 +522,7 @@ class Session:
             self._unraised = None
             self._failed[self._recording.number] = _why(error)
             self._excused = self._recording.number
+            _unload(self._recording.loaded)
             self._recording = self._new_recording()
         try:
             raise error.with_traceback(None)
