@@ -28,6 +28,21 @@ TWO: list[list[Shape]] = [[(3, 2), (3, 2)], [(7, 5), (7, 5)]]
 BROADCAST: list[list[Shape]] = [[(7, 5), (5,)], [(7, 1), (1, 5)], [(3, 2), ()], [(0, 3), (3,)]]
 
 
+_UPDATES = {"add": np.add, "subtract": np.subtract, "multiply": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def updated(a: Any, kind: str, index: Any, values: Any) -> Any:
+    """Return `a.at[index]` set to values, or combined with them; of NumPy's arrays what is meant by that."""
+    if hasattr(a, "at"):
+        return getattr(a.at[index], kind)(values)
+    out = np.array(a)
+    if kind == "set":
+        out[index] = values
+    else:
+        _UPDATES[kind].at(out, index, values)
+    return out
+
+
 def _cases() -> list[Case]:
     cases: list[Case] = []
 
@@ -411,6 +426,20 @@ def _cases() -> list[Case]:
         eigh=lambda a: np.linalg.eigh(a + a.T)[0],
         slogdet=lambda a: list(np.linalg.slogdet(a)),
         svd_of_three=lambda a: np.linalg.svd(a)[1],
+    )
+    of(
+        FULL,
+        at_row=lambda a: [updated(a, kind, -1, a[0] * 2) for kind in ("set", *_UPDATES)],
+        at_column=lambda a: [updated(a, kind, (slice(None), 1), 0.5) for kind in ("set", *_UPDATES)],
+        at_rows=lambda a: [updated(a, kind, [0, 0, -1], [[1.0], [2.0], [3.0]]) for kind in ("set", *_UPDATES)],
+        at_slices=lambda a: updated(updated(a, "set", (slice(1, None), slice(None, None, 2)), 7), "add", ..., a),
+        at_elements=lambda a: updated(a, "set", ([0, -1], [1, 0]), a[0, :2]),
+        at_mask=lambda a: (
+            [updated(a, kind, a > 0.5, 2) for kind in ("set", "add")] + [updated(a, "max", a[:, 0] > 0, a[0])]
+        ),
+        at_mask_here=lambda a: updated(a, "set", np.arange(a.size).reshape(a.shape) % 2 == 0, 3),
+        at_nothing=lambda a: updated(a, "set", (slice(0), None), 1),
+        at_indices=lambda a: updated(a, "add", np.argmax(a, axis=0), 1),
     )
     return cases
 

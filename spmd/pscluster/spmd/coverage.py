@@ -44,7 +44,7 @@ def coverage() -> dict[str, dict[str, bool]]:
     }
 
 
-_INTERNAL = frozenset(("add_along_axis", "add_at", "divide_by", "getitem", "relayout", "taken"))
+_INTERNAL = frozenset(("add_along_axis", "add_at", "divide_by", "getitem", "relayout", "taken", "update_at"))
 
 _REDUCTIONS = {"add": "sum", "fmax": "nanmax", "fmin": "nanmin", "maximum": "max", "minimum": "min", "multiply": "prod"}
 

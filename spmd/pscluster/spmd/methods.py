@@ -14,7 +14,7 @@ xp: Any = np
 _IN_PLACE = {
     "fill": "np.full_like(array, value)",
     "partition": "np.partition(array, kth)",
-    "put": "np.where(mask, value, array)",
+    "put": "array.at[index].set(value)",
     "resize": "np.resize(array, shape)",
     "sort": "np.sort(array)",
 }

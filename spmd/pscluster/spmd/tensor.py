@@ -199,10 +199,15 @@ class DTensor(ArrayMethods, StaysHere):
         result: DTensor = _function("getitem", "indexing")(self, index)
         return result
 
+    @property
+    def at(self) -> Any:
+        """Elements to be changed, by an index: `array.at[index].set(value)` is another array; see `Elements`."""
+        return FUNCTIONS["at"](self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise MisuseError(
-            "a global array does not change: make another one, such as np.where(mask, value, array) with the mask "
-            "np.arange(len(array)) == index; what has to change is a DVariable"
+            "a global array does not change: array.at[index].set(value) makes another one, also .add(value) and so on, "
+            "and what has to change is a DVariable"
         )
 
     def __delitem__(self, index: Any) -> None:

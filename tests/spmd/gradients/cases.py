@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tests.spmd.cases import Case, Shape
+from tests.spmd.cases import Case, Shape, updated
 
 MATRIX: list[list[Shape]] = [[(7, 5)]]
 MATRICES: list[list[Shape]] = [[(7, 5)], [(3, 2)], [(1, 4)], [(0, 3)]]
@@ -132,6 +132,8 @@ def _cases() -> list[Case]:
         fancy_outer=lambda a: a[np.array([[0], [-1]]), [0, 1]],
         fancy_apart=lambda a: a[None, [0, -1], :, None][:, :, 0],
         mask=lambda a: a[np.arange(a.size).reshape(a.shape) % 3 == 0],
+        at_set=lambda a: [updated(a, "set", [0, 0, -1], a[:3] * 2), updated(a, "set", (slice(None), 1), a[:, 0])],
+        at_add=lambda a: [updated(a, "add", [0, 0, -1], a[:1]), updated(a, "subtract", (slice(1, 3), 1), a[0, 0])],
         along=lambda a: np.take_along_axis(a, np.argsort(a, axis=1)[:, :2], axis=1),
         along_broadcast=lambda a: np.take_along_axis(a, np.argsort(a, axis=0)[:, :1], axis=0),
         repeat_each=lambda a: np.repeat(a, np.arange(a.shape[1]), axis=1),

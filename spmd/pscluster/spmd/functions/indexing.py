@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,11 +30,28 @@ from pscluster.spmd.tensor import DTensor, unsupported
 _EVERYTHING = slice(None)
 
 
+class Picked(NamedTuple):
+    """What an index picks: axes of which everything is taken keep their sharding, and arrays theirs."""
+
+    labels: list[Label]  # of the result
+    shape: tuple[int, ...]
+    arrays: list[DTensor]  # in the index
+    of_arrays: list[tuple[Label, ...]]  # the labels of these
+    inner: tuple[Any, ...]  # the index of a block, with `block(n)` for the n-th array, counted from 1
+
+
 @implements("getitem")
 def getitem(a: DTensor, index: Any) -> DTensor:
     """Return `a[index]`, as NumPy does."""
     if isinstance(index, bool | np.bool_) or (_is_mask(index) and not index.ndim):
         return a[None][: int(index)]
+    labels, shape, arrays, of_arrays, inner = picked(a, index)
+    result = Result(tuple(labels), shape, a.dtype)
+    return apply("getitem", [a, *arrays], [axes_of(a), *of_arrays], [result], [block(0), inner])[0]
+
+
+def picked(a: DTensor, index: Any) -> Picked:
+    """Return what an index picks of an array. Raise IndexError as NumPy does, and UnsupportedFunctionError."""
     items = _expanded(index, a)
     if any(not isinstance(item, int | slice | None) for item in items):
         return _advanced(a, items)
@@ -47,8 +64,7 @@ def getitem(a: DTensor, index: Any) -> DTensor:
             labels.append(label)
             shape.append(length)
         axis += item is not None
-    result = Result(tuple(labels), tuple(shape), a.dtype)
-    return apply("getitem", [a], [axes_of(a)], [result], [block(0), _sliced(items, a)])[0]
+    return Picked(labels, tuple(shape), [], [], _sliced(items, a))
 
 
 def _kept(item: slice | None, axis: int, a: DTensor) -> tuple[Label, int]:
@@ -132,8 +148,7 @@ def _item(item: Any) -> Any:
     return array
 
 
-def _advanced(a: DTensor, items: list[Any]) -> DTensor:
-    """Index by arrays. Axes of which everything is taken keep their sharding, and arrays theirs."""
+def _advanced(a: DTensor, items: list[Any]) -> Picked:
     mesh = mesh_of(a, *items)
     arrays = [as_tensor(item, mesh) for item in items if isinstance(item, np.ndarray | DTensor)]
     picked = np.broadcast_shapes(*(array.shape for array in arrays))
@@ -157,13 +172,12 @@ def _advanced(a: DTensor, items: list[Any]) -> DTensor:
     numbers = iter(range(1, len(arrays) + 1))
     sliced = _sliced(items, a)
     inner = tuple(block(next(numbers)) if isinstance(item, np.ndarray | DTensor) else item for item in sliced)
-    operands: list[tuple[Label, ...]] = [axes_of(a)]
+    of_arrays: list[tuple[Label, ...]] = []
     for array in arrays:
         own = labels_of_index[len(picked) - array.ndim :]
         lengths = picked[len(picked) - array.ndim :]
-        operands.append(tuple(x if n == m else None for x, n, m in zip(own, array.shape, lengths, strict=True)))
-    result = Result(tuple(labels), tuple(shape), a.dtype)
-    return apply("getitem", [a, *arrays], operands, [result], [block(0), inner])[0]
+        of_arrays.append(tuple(x if n == m else None for x, n, m in zip(own, array.shape, lengths, strict=True)))
+    return Picked(labels, tuple(shape), arrays, of_arrays, inner)
 
 
 @implements(np.take)

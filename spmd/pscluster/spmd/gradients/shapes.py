@@ -135,6 +135,30 @@ def _add_at(node: Node, position: int, g: Any) -> Any:
     return apply("getitem", [g, *node.operands[1:]], operands, [result], [block(0), index])[0]
 
 
+@rule("update_at")
+def _update_at(node: Node, position: int, g: Any) -> Any:
+    """Pass on what has not been replaced to the array, and what was put there to the values."""
+    (array, *arrays, values), (_, index, place, kind) = node.operands, node.args
+    if kind not in ("set", "add", "subtract"):
+        raise UnsupportedFunctionError(f"at[].{kind}() has no gradient: those of set, add and subtract are there")
+
+    def put(into: Any, of: Any) -> Any:
+        result = Result(tuple(node.result_labels[0]), array.shape, into.dtype)
+        return apply("update_at", [into, *arrays, of], node.labels, [result], [block(0), index, place, "set"])[0]
+
+    def taken(of: Any) -> Any:
+        result = Result(tuple(node.labels[-1]), values.shape, of.dtype)
+        return apply("getitem", [of, *arrays], node.labels[:-1], [result], [block(0), index])[0]
+
+    if position == 0:
+        return put(g, xp.zeros_like(values)) if kind == "set" else g
+    if kind != "set" or not arrays:
+        return -taken(g) if kind == "subtract" else taken(g)
+    # Of values that are set at the same element the last one counts.
+    numbers = xp.reshape(xp.arange(values.size, like=values), values.shape)
+    return xp.where(taken(put(xp.zeros_like(array, dtype=numbers.dtype), numbers)) == numbers, taken(g), 0)
+
+
 def _added_along(node: Node, g: DTensor, indices: Any, axis: int) -> DTensor:
     """Return the gradient of an array of whose axis elements were taken by indices."""
     a = node.operands[0]

@@ -246,7 +246,12 @@ class DVariable(DTensor):
         return self.value()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise MisuseError(f"a part of variable {self.name!r} can't be assigned: use assign(np.where(mask, value, v))")
+        raise MisuseError(f"a part of variable {self.name!r} can't be assigned: use v.assign(v.at[index].set(value))")
+
+    @property
+    def at(self) -> Any:
+        """Elements of its value to be changed: `v.assign(v.at[index].set(value))`."""
+        return self.value().at
 
     def __iter__(self) -> Iterator[DTensor]:
         return iter(self.value())

@@ -53,6 +53,8 @@ _FUNCTIONS = (
     *("take_along_axis", "tensordot", "tile", "transpose", "tril", "triu", "unwrap", "where"),
 )
 
+_UPDATES = {name: getattr(np, name) for name in ("add", "subtract", "multiply", "minimum", "maximum")}
+
 _QUANTILES = ("median", "nanmedian", "nanpercentile", "nanquantile", "percentile", "quantile")
 
 
@@ -77,6 +79,16 @@ def _add_at(shape: tuple[int, ...], index: Any, values: Array) -> Array:
         np.add.at(out, index, values)
     else:  # no element twice
         out[index] = values
+    return out
+
+
+def _update_at(array: Array, index: Any, values: Array, kind: str) -> Array:
+    """Return an array with elements at an index set to values, or combined with them by the ufunc of that name."""
+    out = array.copy()
+    if kind == "set":
+        out[index] = values
+    else:
+        _UPDATES[kind].at(out, index, values)
     return out
 
 
@@ -132,6 +144,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "getitem": _getitem,
         **{name: _quantile(name) for name in _QUANTILES},
         "taken": _taken,
+        "update_at": _update_at,
         "astype": _astype,
         "divide_by": _divide_by,
     }
