@@ -250,7 +250,7 @@ def names_in(path: Path) -> set[str]:
 def test_the_map_is_true() -> None:
     """Every file that docs/architecture.md names exists, and defines the name beside it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"`((?:adapters|core|ps|worker|coordinator|launch)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
+    rows = re.findall(r"`((?:adapters|core|ps|worker|coordinator|launch|spmd)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
     assert len(rows) > 40
     missing = []
     for file, name in rows:

@@ -429,6 +429,24 @@ def _cases() -> list[Case]:
     )
     of(
         FULL,
+        windows=lambda a: np.lib.stride_tricks.sliding_window_view(a, (1, 2)),
+        windows_of_one=lambda a: np.lib.stride_tricks.sliding_window_view(a, a.shape[1], axis=-1),
+        windows_twice=lambda a: np.lib.stride_tricks.sliding_window_view(a, (2, 1), axis=(1, 1)),
+    )
+    of(
+        FULL,
+        exact=False,
+        cov=lambda a: [np.cov(a), np.cov(a, rowvar=False, bias=True), np.cov(a[0], a[-1], ddof=0)],
+        corrcoef=lambda a: [np.corrcoef(a), np.corrcoef(a[:, 0], a[:, 1])],
+    )
+    of(
+        [[(6,), (3,)], [(3,), (6,)], [(7,), (1,)], [(4,), (4,)], [(2,), (7,)]],
+        exact=False,
+        convolve=lambda a, v: [np.convolve(a, v, mode) for mode in ("full", "same", "valid")],
+        correlate=lambda a, v: [np.correlate(a, v, mode) for mode in ("full", "same", "valid")],
+    )
+    of(
+        FULL,
         at_row=lambda a: [updated(a, kind, -1, a[0] * 2) for kind in ("set", *_UPDATES)],
         at_column=lambda a: [updated(a, kind, (slice(None), 1), 0.5) for kind in ("set", *_UPDATES)],
         at_rows=lambda a: [updated(a, kind, [0, 0, -1], [[1.0], [2.0], [3.0]]) for kind in ("set", *_UPDATES)],

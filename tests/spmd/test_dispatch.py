@@ -211,6 +211,7 @@ def test_mistakes_raise_what_numpy_raises(array: spmd.DTensor) -> None:
         lambda a: np.linalg.inv(a[0]),
         lambda a: np.linalg.solve(a[0], a[0]),
         lambda a: f"{a:.3f}",
+        lambda a: round(a),
         lambda a: np.expand_dims(a, 5),
         len,
     ]
@@ -328,6 +329,7 @@ def test_methods(array: spmd.DTensor) -> None:
         np.testing.assert_array_equal(call(a).full(), call(host))
     assert [row.full().tolist() for row in a.relayout([None, "y"])] == host.tolist()
     assert f"{a.mean():.2f} {a.sum():9.1e} {a.max()}".startswith(f"{host.mean():.2f} {host.sum():9.1e} DTensor(")
+    assert (round(a.mean() / 7, 3), round(a.max())) == (2.429, 34)
     assert (34.0 in a, 35.0 in a) == (True, False)
     with pytest.raises(AttributeError, match=re.escape("has no sort(), since it does not change: use np.sort(array)")):
         a.sort()

@@ -49,6 +49,11 @@ class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
     def __contains__(self, item: Any) -> bool:
         return bool((self == item).any())
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        if self.shape:
+            raise TypeError(f"round() takes a number, and this is an array of shape {self.shape}: use np.round()")
+        return round(self.item(), ndigits)
+
     def __format__(self, spec: str) -> str:
         """Format a number, such as a loss, by what is after the colon: that of an array without axes is fetched."""
         if not spec:

@@ -15,3 +15,4 @@ from pscluster.spmd.functions import queries as queries
 from pscluster.spmd.functions import reductions as reductions
 from pscluster.spmd.functions import shapes as shapes
 from pscluster.spmd.functions import updating as updating
+from pscluster.spmd.functions import windows as windows

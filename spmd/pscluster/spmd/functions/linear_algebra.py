@@ -8,8 +8,8 @@ import numpy as np
 
 from pscluster.core.layouts.rule import Label
 from pscluster.core.layouts.rule import elementwise as labels_of
-from pscluster.spmd.functions.applying import Result, apply, as_tensor, block, implements, mesh_of, numpys
-from pscluster.spmd.tensor import DTensor
+from pscluster.spmd.functions.applying import Result, apply, as_tensor, block, implements, mesh_of, numpys, xp
+from pscluster.spmd.tensor import DTensor, unsupported
 
 
 def of_matrices(name: str, a: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,3 +69,46 @@ def solve(a: Any, b: Any) -> Any:
     result = Result((*range(-len(batch), 0), None, *columns), shape, dtype)
     operands: list[tuple[Label, ...]] = [(*of_matrix, "rows", "of"), (*of_right, "rows of b", *columns)]
     return apply("linalg.solve", [matrix, right], operands, [result], [block(0), block(1)])[0]
+
+
+@implements(np.cov)
+def cov(
+    m: Any,
+    y: Any = None,
+    rowvar: bool = True,
+    bias: bool = False,
+    ddof: int | None = None,
+    fweights: Any = None,
+    aweights: Any = None,
+    *,
+    dtype: Any = None,
+) -> Any:
+    """See `numpy.cov`; without weights."""
+    if fweights is not None or aweights is not None:
+        raise unsupported("numpy.cov", "with weights")
+    mesh = mesh_of(m, y)
+    given = [as_tensor(value, mesh) for value in (m, y) if value is not None]
+    if any(values.ndim > 2 for values in given):
+        raise ValueError("m and y have at most 2 dimensions")
+    of = np.result_type(*(values.dtype for values in given), np.float64) if dtype is None else np.dtype(dtype)
+    rows = [
+        xp.reshape(values, (1, -1)) if values.ndim < 2 else values if rowvar else values.T
+        for values in (values.astype(of) for values in given)
+    ]
+    variables = xp.concatenate(rows) if len(rows) > 1 else rows[0]
+    count = variables.shape[1] - (int(not bias) if ddof is None else ddof)
+    centred = variables - variables.mean(axis=1, keepdims=True)
+    # As in NumPy it is nan, or infinite, if there are too few.
+    return xp.squeeze(centred @ xp.conj(centred).T * (1 / count if count > 0 else np.inf))
+
+
+@implements(np.corrcoef)
+def corrcoef(x: Any, y: Any = None, rowvar: bool = True, *, dtype: Any = None) -> Any:
+    """See `numpy.corrcoef`; of real numbers."""
+    of = cov(x, y, rowvar, dtype=dtype)
+    if of.dtype.kind == "c":
+        raise unsupported("numpy.corrcoef", "of complex numbers")
+    if not of.ndim:
+        return of / of
+    deviations = xp.sqrt(xp.diagonal(of))
+    return xp.clip(of / deviations[:, None] / deviations, -1, 1)
