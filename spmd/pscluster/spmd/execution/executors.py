@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from pscluster.spmd.execution.session import Fetched, Running
 
 _LAST = worker_pb2.SynchronousSteps.LAST
+_OPERATIONS = partial_of("operations on global arrays", run_program)
+"""What runs operations that are no function's, under a name for errors and timelines."""
+
 _NO_NAMED: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -235,7 +238,7 @@ class Workers:
         if definition is not None:
             function = coordinator.captured_for_gang(definition)
         else:
-            function = self._run_program = self._run_program or coordinator.captured_for_gang(run_program)
+            function = self._run_program = self._run_program or coordinator.captured_for_gang(_OPERATIONS)
         if self._step is not None:
             self._step.scheduled.wait()  # programs run in order
             self._step = None
