@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -150,6 +151,21 @@ def test_weights_that_are_shared() -> None:
     assert tree["other"][1:] == [3, "text", None]
 
 
+class Pair(NamedTuple):
+    """Has its parts by name."""
+
+    weight: Any
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """As models of functional frameworks are."""
+
+    weight: Any
+    pair: Pair
+
+
 def test_nestings_and_state_dicts() -> None:
     """Keys and numbers are joined by dots; the nesting stays as it is."""
     rules = LayoutMap(MESH)
@@ -161,6 +177,15 @@ def test_nestings_and_state_dicts() -> None:
     assert made["layers"][0]["bias"].layout.is_replicated
     assert made["layers"][1] == ()
     assert made["scale"][0].dtype == np.float32
+    parts = Parts(np.ones((8, 3)), Pair(np.ones((8, 3)), 0))
+    rules[r"pair\.weight"] = ("batch", None)
+    rules["weight"] = (None, "batch")
+    held = rules.apply(parts)
+    assert isinstance(parts.weight, np.ndarray), "it is frozen"
+    assert (held.pair.weight.layout, held.pair.other) == (KERNEL, 0)
+    assert held.weight.layout.sharding_specs == ["unsharded", "batch"]
+    assert type(held) is Parts
+    assert type(held.pair) is Pair
     flat = rules.apply(OrderedDict([("layers.0.weight", np.ones((8, 3))), ("scale", np.ones(1))]))
     assert isinstance(flat, OrderedDict)
     assert rules.report(flat).unmatched == ("scale",)

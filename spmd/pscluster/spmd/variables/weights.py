@@ -6,6 +6,8 @@ the attributes that only they have.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,8 +139,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((str(number), item) for number, item in enumerate(value))
+        yield from zip(getattr(value, "_fields", map(str, range(len(value)))), value, strict=True)
     elif not isinstance(value, _NO_WEIGHTS):
+        if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
+            yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         yield from getattr(value, "__dict__", {}).items()
 
 
@@ -152,7 +156,7 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
 
 
 def _rebuilt(value: Any, made: Mapping[int, Any], above: tuple[int, ...]) -> Any:
-    """Return a value with its arrays replaced: nestings are new, objects are the same."""
+    """Return a value with its arrays replaced: nestings, and dataclasses that are frozen, are new, objects the same."""
     if _is_array(value):
         return made[id(value)]
     if id(value) in above or isinstance(value, _NO_WEIGHTS):
@@ -166,7 +170,9 @@ def _rebuilt(value: Any, made: Mapping[int, Any], above: tuple[int, ...]) -> Any
     if isinstance(value, list | tuple):
         news = [new for _, _, new in items]
         return type(value)(*news) if hasattr(value, "_fields") else type(value)(news)
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    made_of = copy.copy(value) if parameters is not None and parameters.frozen else value
     for key, old, new in items:
         if new is not old:
-            setattr(value, key, new)
-    return value
+            object.__setattr__(made_of, key, new) if made_of is not value else setattr(value, key, new)
+    return made_of
