@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tests.core.layouts.support import all_layouts
 from tests.spmd.conftest import MakeMesh
 
 from pscluster import spmd
+from pscluster.coordinator import ClusterCoordinator
 from pscluster.core.errors import MisuseError
 from pscluster.spmd import UNSHARDED, Layout
 from pscluster.spmd.execution.recording import Sendable
@@ -57,6 +59,24 @@ def test_a_program_for_all_layouts(grid: spmd.Mesh) -> None:
         traced(a, b)
     assert traced.traces == len(layouts)
     assert "softmax_of_product" in repr(traced)
+
+
+def test_the_bits_depend_on_layouts_not_on_tasks(workers: ClusterCoordinator) -> None:
+    """Six devices are one process, or two: terms are combined in the same order. NumPy's warnings are not shown."""
+
+    def computed(a: Any, b: Any) -> list[Any]:
+        return [a @ b, (a @ b).sum(), a.var(axis=0), np.linalg.norm(a), np.log(a[0] * 0) / 0, *np.split(a @ b, [2])]
+
+    found = []
+    dims = {"x": 3, "y": 2}
+    for mesh in (spmd.create_mesh(dims), spmd.create_mesh(dims, coordinator=workers, devices_per_task=3)):
+        a = spmd.distribute(A.astype(np.float32), Layout(["y", "x"], mesh))
+        b = spmd.distribute(B.astype(np.float32), Layout(["x", None], mesh))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for function in (computed, traced := spmd.function(computed), traced, traced):
+                found.append([result.full().tobytes() for result in function(a, b)])
+    assert all(one == found[0] for one in found)
 
 
 def test_a_small_result_comes_with_its_program(grid: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
