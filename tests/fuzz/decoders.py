@@ -1006,7 +1006,10 @@ def _delta_examples() -> list[bytes]:
         def take(some: Any, rows: Any = rows, ids: Any = ids) -> Any:
             return rows[np.searchsorted(ids, some)]
 
-        changes = Changes(header, 3, functools.partial(_once, ids), take)
+        def has(some: Any, ids: Any = ids, any_ids: bool = any_ids) -> Any:
+            return (some != ids[1]) | (not any_ids)
+
+        changes = Changes(header, 3, functools.partial(_once, ids), take, has)
         for write in (delta_safetensors.write, delta_parquet.write):
             file = io.BytesIO()
             write(file, changes)

@@ -217,7 +217,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("all", "slices", "ids", "version", "gradients", "in_use", "leading", "id_bytes")
+    __slots__ = ("all", "slices", "ids", "version", "gradients", "in_use", "leading", "id_bytes", "must_exist")
     ALL_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class Rows(_message.Message):
     IN_USE_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MUST_EXIST_FIELD_NUMBER: _ClassVar[int]
     all: bool
     slices: Slices
     ids: int
@@ -234,7 +235,8 @@ class Rows(_message.Message):
     in_use: bool
     leading: int
     id_bytes: int
-    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., in_use: bool = ..., leading: _Optional[int] = ..., id_bytes: _Optional[int] = ...) -> None: ...
+    must_exist: bool
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., in_use: bool = ..., leading: _Optional[int] = ..., id_bytes: _Optional[int] = ..., must_exist: bool = ...) -> None: ...
 
 class AxisSlice(_message.Message):
     __slots__ = ("start", "step", "count")

@@ -27,6 +27,7 @@ class VariableMetrics:
     rows_updated: int = 0
     rows_found: int = 0
     rows_made: int = 0
+    rows_made_again: int = 0
     rows_evicted: int = 0
     rows_not_admitted: int = 0
 

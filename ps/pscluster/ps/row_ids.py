@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array
-from pscluster.core.errors import InvalidUpdateError, ProtocolError
+from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.numbers.splitmix import Hashes, mixed
 from pscluster.v1 import ps_pb2
 
@@ -220,6 +220,26 @@ def shown(row_id: Any) -> str:
     if not isinstance(row_id, str | bytes):
         return str(row_id)
     return repr(row_id) if len(row_id) <= _SHOWN else f"{row_id[:_SHOWN]!r}..."
+
+
+Missing = Literal["initial", "error"]
+"""What a lookup does with ids that have no row."""
+
+
+def check_missing(missing: Missing) -> bool:
+    """Return whether it is an error if an id has no row. MisuseError if it is neither of the two."""
+    if missing not in ("initial", "error"):
+        raise MisuseError(f"missing is {missing!r}; it must be 'initial' or 'error'")
+    return missing == "error"
+
+
+def without_rows(table: str, ids: RowIds) -> InvalidUpdateError:
+    """Return the error of a lookup of ids that have to have rows, and of which these, at least one, have none."""
+    others = f" (nor have {len(ids) - 1:,} more of the ids)" if len(ids) > 1 else ""
+    return InvalidUpdateError(
+        f"table {table!r}: id {shown(ids[0])} has no row{others}: it has had no update that made one, or its row was "
+        "dropped; without missing='error' a lookup gives its initial values"
+    )
 
 
 def _ascii(array: npt.NDArray[Any]) -> Strings | None:

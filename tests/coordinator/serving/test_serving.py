@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -295,6 +296,9 @@ def test_parquet_has_rows_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_rows(rows: npt.NDArray[Any], some: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         return rows[some // 3]
 
+    def has_all(some: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return np.ones(len(some), np.bool_)
+
     monkeypatch.setattr(delta_parquet, "_GROUP_BYTES", 300)
     for shape in ((100,), (100, 6), (100, 2, 3)):
         for name in delta_parquet._TYPES:
@@ -303,7 +307,7 @@ def test_parquet_has_rows_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             for count in (len(ids), 0):
                 pieces = [ids[:count][start : start + 5] for start in range(0, count, 5)]
                 file = io.BytesIO()
-                delta_parquet.write(file, Changes(header, count, pieces.__iter__, partial(of_rows, rows)))
+                delta_parquet.write(file, Changes(header, count, pieces.__iter__, partial(of_rows, rows), has_all))
                 loaded = delta_parquet.read("file", file.getvalue())
                 assert (loaded.header, loaded.delta.changed) == (header, count)
                 assert loaded.ids.tobytes() == ids[:count].tobytes()
@@ -378,6 +382,31 @@ def test_a_writer_that_is_killed_leaves_the_file_of_before(
     np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[2])
     with pytest.raises(CheckpointError, match="can't be written: No such file"):
         delta_between(directory, 2, 3, tmp_path / "nowhere" / "delta")
+
+
+@pytest.mark.parametrize("ending", ["delta", "parquet"])
+def test_a_full_disk_keeps_the_file_of_before_and_gets_its_room_back(
+    made: tuple[Path, list[Array]], tmp_path: Path, ending: str
+) -> None:
+    """A file that can't become as large as the delta, in place of a disk that is full; then a checkpoint is gone."""
+    directory, _ = made
+    out = tmp_path / f"out.{ending}"
+    before = Path(delta_between(directory, 1, 2, out).path).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"out\.{ending} can't be written: File too large"):
+            delta_between(directory, 2, 3, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [out]
+    assert out.read_bytes() == before
+    with pytest.raises(CheckpointError, match=rf"{directory} has no checkpoint 9 \(any more\); it has 1 to 4: export"):
+        export_delta(directory, "table", since=9, out=out)
+    shutil.copytree(directory / "ckpt-000004", alone := tmp_path / "alone" / "4")
+    with pytest.raises(CheckpointError, match=rf"{alone.parent} has no checkpoint 4 \(any more\); it has none: "):
+        export_delta(alone, "table", since=4, out=out)
+    assert out.read_bytes() == before
 
 
 def test_lookups_see_all_of_a_delta_or_nothing(made: tuple[Path, list[Array]], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pscluster.coordinator import (
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
+    SavedVariables,
     Variable,
     initializers,
     table_policies,
@@ -114,6 +115,15 @@ def test_deltas_lead_from_one_to_the_next(made: Made, tmp_path: Path, name: str,
     again.follow(whole.path)
     np.testing.assert_array_equal(again.lookup(ids), values[-1])
     assert again.refresh() is False
+    has = np.isin(ids, SavedVariables(_path(directory, 4)).rows(name)[0])
+    assert 0 < np.count_nonzero(has) < len(ids)
+    dropped = np.isin(ids, SavedVariables(_path(directory, 3)).rows(name)[0]) & ~has
+    assert dropped.any() == (name == "table")
+    for table in (served, again, ServingTable.open(_path(directory, 4), name)):
+        np.testing.assert_array_equal(table.lookup(ids[has], missing="error"), values[-1][has])
+        for id_ in (*ids[~has][:20].tolist(), *ids[dropped][:20].tolist()):
+            with pytest.raises(InvalidUpdateError, match=f"table '{name}': id {id_!r} has no row: "):
+                table.lookup([*ids[has][:3], id_], missing="error")
 
 
 def test_what_does_not_fit_is_refused(made: Made, tmp_path: Path) -> None:

@@ -452,6 +452,56 @@ def test_metrics_count_rows_and_hits(job: Job) -> None:
         assert scraped.value(f"pscluster_ps_{name}", variable="counted") == expected
 
 
+@pytest.mark.parametrize(("ids", "wire_dtype"), [(int, None), (str, "int8")])
+def test_ids_whose_rows_were_dropped_are_named(job: Job, ids: type[Any], wire_dtype: Any) -> None:
+    """Where their initial values would be wrong; in the script and in functions. One that comes back is counted."""
+    with job.strategy.scope():
+        table = EmbeddingTable(
+            DIM,
+            ids=ids,
+            capacity=2,
+            eviction=table_policies.LeastRecentlyUsed(),
+            initializer=INITIAL,
+            name=f"dropping-{ids.__name__}",
+            num_shards=1,
+            wire_dtype=wire_dtype,
+        )
+        sgd = optimizers.SGD(1.0)
+    one, two, three, never = (ids(number) for number in range(4))
+
+    def push(id_: int | str) -> None:
+        sgd.apply_gradients([(IndexedSlices(np.ones((1, DIM), np.float32), [id_]), table)])
+
+    def look(*wanted: int | str) -> Array:
+        return table.lookup([[*wanted]], missing="error")
+
+    for id_ in (one, two):
+        push(id_)
+    initial = table.lookup([one]) + 1
+    np.testing.assert_array_equal(look(one, two), table.lookup([[one, two]]))
+    push(three)
+
+    def said_of(*wanted: int | str) -> str:
+        with pytest.raises(InvalidUpdateError) as caught:
+            look(*wanted)
+        return str(caught.value)
+
+    for id_ in (one, never):
+        said = f"table {table.name!r}: id {id_!r} has no row: it has had no update"
+        assert said in said_of(two, three, id_)
+        assert said in job.coordinator.schedule(said_of, args=(two, three, id_)).fetch()
+    with pytest.raises(InvalidUpdateError, match=r"has no row \(nor have 1 more of the ids\)"):
+        look(never, one, never)
+    with pytest.raises(MisuseError, match="missing is 'zeros'; it must be 'initial' or 'error'"):
+        table.lookup([one], missing="zeros")  # type: ignore[arg-type]
+    assert len(table) == 2
+    push(one)  # as of a worker that looked it up before it was dropped: a new row, with this gradient
+    np.testing.assert_allclose(look(one)[0], initial - 1, rtol=1e-6)
+    scraped = scrape(addresses(job.strategy)[f"ps {table.owners[0]}"])
+    for name, expected in {"made": 4, "made_again": 1, "evicted": 2}.items():
+        assert scraped.value(f"pscluster_ps_table_rows_{name}_total", variable=table.name) == expected
+
+
 def test_another_coordinator_goes_on_with_it(cluster: LocalCluster) -> None:
     def make(seed: int, ids: type[int] | type[str] = int) -> EmbeddingTable:
         initializer = initializers.RandomUniform(seed=seed)

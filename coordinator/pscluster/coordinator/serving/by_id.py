@@ -90,6 +90,10 @@ class MappedById:
             out[missing] = self.initial.of(ids[missing])
         return out
 
+    def has(self, ids: RowIds) -> npt.NDArray[np.bool_]:
+        """Return which of these ids have rows, [n]."""
+        return self._search(ids)[1] if len(self.ids) else np.zeros(len(ids), np.bool_)
+
     def _search(self, ids: RowIds) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return where ids are among those of the table, and which ones are there."""
         wanted = hashes(ids, _KEY) if are_strings(ids) else ids

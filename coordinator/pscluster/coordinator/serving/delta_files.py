@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.index import dtype_of
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, InvalidUpdateError
 from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, check_strings, shown
 from pscluster.ps.storage.files.tensor_files import Array
+
+Mask = npt.NDArray[np.bool_]
 
 KEY = "pscluster-delta"
 """Where the metadata of a file has the header."""
@@ -98,6 +101,7 @@ class Changes:
     count: int
     ids: Callable[[], Iterator[RowIds]]  # rising, not all at once
     take: Callable[[RowIds], Array]  # their rows
+    has: Callable[[RowIds], Mask]  # which of them there are; the others were dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,10 @@ class LoadedDelta:
     header: Header
     ids: RowIds  # [n], rising
     rows: Array  # [n, ...]
+    dropped: Mask  # [n], which were, and have their initial values
 
     @staticmethod
-    def of(path: str | Path, header: Header, ids: RowIds, rows: Array) -> LoadedDelta:
+    def of(path: str | Path, header: Header, ids: RowIds, rows: Array, dropped: Mask) -> LoadedDelta:
         """Check the ids. CheckpointError, which names the file and the place, if they are none of the table's."""
         if header.id_bytes:
             try:
@@ -130,4 +135,4 @@ class LoadedDelta:
                 f"{path} is not a readable delta: id {ids[at]} (position {at:,}) is not one of {header.shape[0]:,} rows"
             )
         delta = Delta(str(path), header.table, header.since, header.version, len(ids))
-        return LoadedDelta(delta, header, ids, rows)
+        return LoadedDelta(delta, header, ids, rows, dropped)

@@ -1,10 +1,11 @@
 """Deltas as Parquet files, for programs that read tables.
 
 key-value metadata  in "pscluster-delta" the header, as JSON; in "pscluster-delta-checksum" XXH3 (128 bits) of its text,
-                    of all ids, and then of all rows
+                    of all ids, then of all rows, and of a table by id then of all of `dropped`
 id                  int64, rising, or a string
 row                 the row with this id as it is in the later checkpoint: a list of its values, all of one length;
                     of a variable with one axis the value alone
+dropped             bool, of a table by id: whether it no longer has this row, which has its initial values
 
 A checksum of the whole file would have to be in its footer, which it would cover. This one is of what is read, so that
 nothing else is ever served; pages have the format's own checksums besides, which name the place of damage.
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta
+from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta, Mask
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, string_ids, texts_of
@@ -66,12 +67,15 @@ def write(file: BinaryIO, changes: Changes) -> None:
         digest.update(some.tobytes())
     for some in changes.ids():
         digest.update(changes.take(some).tobytes())
+    for some in changes.ids() if header.any_ids else ():
+        digest.update((~changes.has(some)).tobytes())
     schema = _schema(header).with_metadata({KEY: header.text(), _CHECKSUM_KEY: digest.hexdigest()})
     with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True) as writer:
         for ids in _groups(changes):
             columns = [
                 pa.array(texts_of(ids).tolist(), pa.string()) if header.id_bytes else pa.array(ids),
                 _column(pa, schema, changes.take(ids)),
+                *([pa.array(~changes.has(ids))] if header.any_ids else []),
             ]
             writer.write_table(pa.table(columns, schema=schema))
 
@@ -85,6 +89,7 @@ def _schema(header: Header) -> Any:
         [
             pa.field("id", pa.string() if header.id_bytes else pa.int64(), nullable=False),
             pa.field("row", value, nullable=False),
+            *([pa.field("dropped", pa.bool_(), nullable=False)] if header.any_ids else []),
         ]
     )
 
@@ -135,7 +140,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             f"{path} is not a readable delta: its columns are {columns[0]:.500}, not {columns[1]}; {HINT}"
         )
     count = file.metadata.num_rows
-    ids, rows = list[RowIds](), list[Array]()
+    ids, rows, masks = list[RowIds](), list[Array](), list[Mask]()
     for group in range(file.num_row_groups):
         try:
             table = file.read_row_group(group)
@@ -147,26 +152,31 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             ) from None
         ids.append(found[0])
         rows.append(found[1])
+        masks.append(found[2])
     all_ids = np.concatenate(ids) if ids else np.empty(0, header.id_dtype)
     all_rows: Array = np.concatenate(rows) if rows else np.empty((0, *header.shape[1:]), header.dtype)
     digest = xxh3_128(text)
     digest.update(all_ids.tobytes())
     digest.update(view(all_rows))
+    dropped = np.concatenate(masks) if masks else np.empty(0, np.bool_)
+    if header.any_ids:
+        digest.update(view(dropped))
     if len(all_ids) != count or digest.hexdigest().encode() != checksum:
         raise CheckpointError(f"{path} is damaged: its {len(all_ids):,} rows are not what was written; {HINT}")
-    return LoadedDelta.of(path, header, all_ids, all_rows)
+    return LoadedDelta.of(path, header, all_ids, all_rows, dropped)
 
 
-def _arrays(table: Any, header: Header) -> tuple[RowIds, Array]:
-    """Return the ids and rows of a row group. ValueError if there are nulls, or not as many of one as of the other."""
-    columns = [table.column(name).combine_chunks() for name in ("id", "row")]
+def _arrays(table: Any, header: Header) -> tuple[RowIds, Array, Mask]:
+    """Return the columns of a row group. ValueError if there are nulls, or not as many of one as of the other."""
+    columns = [table.column(name).combine_chunks() for name in table.column_names]
     values = columns[1].flatten() if len(header.shape) > 1 else columns[1]
     if any(column.null_count for column in (*columns, values)):
         raise ValueError("it has nulls")
     ids, flat = (column.to_numpy(zero_copy_only=False) for column in (columns[0], values))
     if header.id_bytes:
         ids = string_ids(ids, header.table, header.id_bytes).astype(header.id_dtype)
-    return ids, flat.reshape(len(ids), *header.shape[1:])
+    dropped = columns[2].to_numpy(zero_copy_only=False) if header.any_ids else np.zeros(len(ids), np.bool_)
+    return ids, flat.reshape(len(ids), *header.shape[1:]), dropped
 
 
 def _said(error: Exception) -> str:

@@ -3,6 +3,7 @@
 __metadata__    "format": "np", and in "pscluster-delta" the header, as JSON
 ids             [n], int64, rising; strings as [n, bytes], their UTF-8, filled up with NULs
 rows            [n, ...], the rows with these ids as they are in the later checkpoint
+dropped         [n], bool, of a table by id: which of them it no longer has, whose rows are their initial values
 checksum        [16], bytes: XXH3 (128 bits) of all bytes of the file before it
 """
 
@@ -37,11 +38,14 @@ def write(file: BinaryIO, changes: Changes) -> None:
     tensors = [
         _ids_to_write(header, changes.count),
         tensor_to_write("rows", header.dtype, (changes.count, *header.shape[1:])),
+        *([tensor_to_write("dropped", np.dtype(np.bool_), (changes.count,))] if header.any_ids else []),
         tensor_to_write("checksum", np.dtype(np.uint8), (_CHECKSUM_BYTES,)),
     ]
+    dropped = ((~changes.has(some)).tobytes() for some in changes.ids())
     pieces = (
         (some.tobytes() for some in changes.ids()),
         (changes.take(some).tobytes() for some in changes.ids()),
+        *([dropped] if header.any_ids else []),
         (digest.digest() for _ in range(1)),  # when all else has been put
     )
     stream(put, tensors, pieces, {KEY: header.text()})
@@ -62,6 +66,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         described = json.loads(data[8 : 8 + header_bytes])
         text = described["__metadata__"][KEY]
         begin, ids_end, rows_end = 8 + header_bytes, *(described[name]["data_offsets"][1] for name in ("ids", "rows"))
+        dropped_end = described["dropped"]["data_offsets"][1] if "dropped" in described else rows_end
         total = begin + described["checksum"]["data_offsets"][1]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise CheckpointError(
@@ -79,6 +84,10 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         if len(ids) * math.prod(header.shape[1:]) * header.dtype.itemsize != len(stored):
             raise ValueError(f"{len(stored):,} bytes of rows for {len(ids):,} ids")
         rows = np.ndarray((len(ids), *header.shape[1:]), header.dtype, stored)
+        dropped = np.frombuffer(data, np.uint8, dropped_end - rows_end, begin + rows_end)
+        if len(dropped) != (len(ids) if header.any_ids else 0) or dropped.max(initial=0) > 1:
+            raise ValueError(f"{len(dropped):,} bytes say which of {len(ids):,} rows were dropped")
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path} is not a readable delta: {error}") from None
-    return LoadedDelta.of(path, header, ids, rows)
+    none = np.zeros(len(ids), np.bool_)
+    return LoadedDelta.of(path, header, ids, rows, dropped.view(np.bool_) if header.any_ids else none)

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.coordinator.checkpoints.folder import path_of, reason
+from pscluster.coordinator.checkpoints.folder import numbers, path_of, reason
 from pscluster.coordinator.serving import delta_parquet, delta_safetensors
 from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.delta_files import Changes, Delta, Header, LoadedDelta
@@ -78,7 +78,7 @@ def export_delta(
     later = map_table(checkpoint, table, verify=verify)
     if isinstance(since, int):
         parent = str(checkpoint).rstrip("/")
-        since = path_of(parent if later.path != parent else str(Path(parent).parent), since)
+        since = _numbered(parent if later.path != parent else str(Path(parent).parent), since)
     earlier = map_table(since, table, verify=verify)
     later.check_like(earlier)
     any_ids = isinstance(later, MappedById)
@@ -91,6 +91,17 @@ def export_delta(
         write = delta_parquet.write if parquet else delta_safetensors.write
         write(file, changes)
     return Delta(str(out), table, earlier.version, later.version, changes.count)
+
+
+def _numbered(directory: str, number: int) -> str:
+    """Return the path of a checkpoint in a directory. CheckpointError, which says which there are, if it is none."""
+    if number not in (there := numbers(directory, whole=True)):
+        which = f"{there[0]} to {there[-1]}" if len(there) > 1 else str(there[0]) if there else "none"
+        raise CheckpointError(
+            f"{directory} has no checkpoint {number} (any more); it has {which}: export since one of these, or open "
+            "the newest with refresh() where the table is served, and keep more (CheckpointManager(max_to_keep=))"
+        )
+    return path_of(directory, number)
 
 
 def read_delta(path: str | Path) -> LoadedDelta:
@@ -118,7 +129,7 @@ def _changes(earlier: Mapped, later: Mapped, header: Header) -> Changes:
         for bits, all_ids in zip(changed, _ranges(earlier, later, step), strict=True):
             yield all_ids[np.unpackbits(bits, count=len(all_ids)).astype(np.bool_)]
 
-    return Changes(header, sum(int(np.unpackbits(bits).sum()) for bits in changed), ids, later.take)
+    return Changes(header, sum(int(np.unpackbits(bits).sum()) for bits in changed), ids, later.take, later.has)
 
 
 def _ranges(earlier: Mapped, later: Mapped, step: int) -> Iterator[Ids]:
@@ -133,9 +144,9 @@ def _ranges(earlier: Mapped, later: Mapped, step: int) -> Iterator[Ids]:
 
 
 def _changed(earlier: Mapped, later: Mapped, ids: Ids) -> npt.NDArray[np.uint8]:
-    """Return for these rows, as bits, whether any byte differs."""
+    """Return for these rows, as bits, whether any byte differs, or one of the tables alone has a row."""
     before, after = (table.take(ids).reshape(len(ids), -1).view(np.uint8) for table in (earlier, later))
-    return np.packbits((before != after).any(axis=1))
+    return np.packbits((before != after).any(axis=1) | (earlier.has(ids) != later.has(ids)))
 
 
 @contextmanager
@@ -144,9 +155,13 @@ def _written(out: Path) -> Iterator[BinaryIO]:
     temporary = out.with_name(f"{out.name}.new")
     try:
         with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)  # a full disk gets its room back
+                raise
         os.replace(temporary, out)
         folder = os.open(out.parent, os.O_RDONLY)
         try:

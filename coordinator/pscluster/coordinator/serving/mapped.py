@@ -53,6 +53,10 @@ class MappedTable:
                     out[index] = array.take(local_ids, axis=0, mode="clip")
         return out
 
+    def has(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return which of these ids have rows, [n]: all that `checked` has passed."""
+        return np.ones(len(ids), np.bool_)
+
     def checked(self, ids: npt.ArrayLike) -> Ids:
         """Return ids as int64. InvalidUpdateError if they are not integers, or one is out of range."""
         return check_ids(ids, self.shape[0], self.name)

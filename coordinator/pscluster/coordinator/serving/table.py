@@ -19,12 +19,12 @@ import numpy.typing as npt
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import read_index
 from pscluster.coordinator.serving.by_id import MappedById
-from pscluster.coordinator.serving.delta_files import Delta
+from pscluster.coordinator.serving.delta_files import Delta, LoadedDelta, Mask
 from pscluster.coordinator.serving.deltas import read_delta
-from pscluster.coordinator.serving.mapped import Mapped, map_table
+from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
-from pscluster.ps.row_ids import RowIds
+from pscluster.ps.row_ids import Missing, RowIds, check_missing, without_rows
 from pscluster.ps.storage.files.tensor_files import Array
 
 
@@ -34,29 +34,45 @@ class _State:
     version: TableVersion
     ids: RowIds  # [n], rising: of the rows that differ from the base
     rows: Array  # [n, ...]
+    dropped: Mask  # [n], which of them there are no longer
 
     @staticmethod
     def of(base: Mapped) -> _State:
         ids = base.ids[:0] if isinstance(base, MappedById) else np.empty(0, np.int64)
-        return _State(base, base.version, ids, np.empty((0, *base.shape[1:]), base.dtype))
+        return _State(base, base.version, ids, np.empty((0, *base.shape[1:]), base.dtype), np.empty(0, np.bool_))
 
     def take(self, ids: RowIds) -> Array:
         """Return the rows with these ids, [n]."""
         found = self.base.take(ids)
         if len(self.ids):
-            at = np.searchsorted(self.ids, ids)
-            at[at == len(self.ids)] = 0
-            changed = (self.ids[at] == ids).nonzero()[0]
+            changed, at = self._changed_among(ids)
             if len(changed):
-                found[changed] = self.rows[at[changed]]
+                found[changed] = self.rows[at]
         return found
 
-    def changed(self, version: TableVersion, ids: RowIds, rows: Array) -> _State:
-        """Return the state with these rows in place of those that were."""
-        kept = ~np.isin(self.ids, ids)
-        all_ids = np.concatenate((self.ids[kept], ids))
-        order = np.argsort(all_ids)
-        return _State(self.base, version, all_ids[order], np.concatenate((self.rows[kept], rows))[order])
+    def has(self, ids: RowIds) -> Mask:
+        """Return which of these ids have rows, [n]."""
+        known = self.base.has(ids)
+        if len(self.ids):
+            changed, at = self._changed_among(ids)
+            known[changed] = ~self.dropped[at]
+        return known
+
+    def _changed_among(self, ids: RowIds) -> tuple[Ids, Ids]:
+        """Return which of these ids, by position, deltas have changed, and where these are in `self.ids`."""
+        at = np.searchsorted(self.ids, ids)
+        at[at == len(self.ids)] = 0
+        changed = (self.ids[at] == ids).nonzero()[0]
+        return changed, at[changed]
+
+    def changed(self, loaded: LoadedDelta) -> _State:
+        """Return the state with a delta's rows in place of those that were."""
+        kept = ~np.isin(self.ids, loaded.ids)
+        ids = np.concatenate((self.ids[kept], loaded.ids))
+        order = np.argsort(ids)
+        rows = np.concatenate((self.rows[kept], loaded.rows))[order]
+        dropped = np.concatenate((self.dropped[kept], loaded.dropped))[order]
+        return _State(self.base, loaded.delta.version, ids[order], rows, dropped)
 
 
 class ServingTable:
@@ -114,22 +130,28 @@ class ServingTable:
         """How many rows are held in memory, since deltas have changed them."""
         return len(self._state.ids)
 
-    def lookup(self, ids: npt.ArrayLike) -> Array:
+    def lookup(self, ids: npt.ArrayLike, *, missing: Missing = "initial") -> Array:
         """Return copies of rows, in the order of the ids.
 
         Args:
             ids: integers in 0..rows-1, or any ids of the kind of an `EmbeddingTable`, of any shape; they may repeat.
+            missing: what an id without a row in an `EmbeddingTable` gives, such as one that a delta has dropped: its
+                "initial" values, as in the job, or an "error".
 
         Returns:
-            An array of the shape of `ids`, followed by that of a row. Ids without one in an `EmbeddingTable` have
-            their initial values, as in the job.
+            An array of the shape of `ids`, followed by that of a row.
 
         Raises:
-            InvalidUpdateError: also a ValueError; they are of another kind, or one, which is named, is out of range.
+            InvalidUpdateError: also a ValueError; they are of another kind, or one, which is named, is out of range, or
+                has no row.
+            MisuseError: `missing` is neither of the two.
         """
-        state = self._state
+        state, strict = self._state, check_missing(missing)
         checked = state.base.checked(ids)
-        return state.take(checked.reshape(-1)).reshape(*checked.shape, *state.base.shape[1:])
+        flat = checked.reshape(-1)
+        if strict and not (known := state.has(flat)).all():
+            raise without_rows(state.base.name, flat[~known])
+        return state.take(flat).reshape(*checked.shape, *state.base.shape[1:])
 
     def follow(self, path: str | Path) -> Delta:
         """Apply a delta that `export_delta` has written, in either format. Lookups go on, and see all of it or nothing.
@@ -156,7 +178,7 @@ class ServingTable:
                     f"{path} leads from version {delta.since} of {base.name!r} to {delta.version}, but {state.version} "
                     "is open: follow the deltas in order, or open the newest checkpoint with refresh()"
                 )
-            self._state = state.changed(delta.version, loaded.ids, loaded.rows)
+            self._state = state.changed(loaded)
             return delta
 
     def refresh(self) -> bool:

@@ -22,6 +22,9 @@ _OF_VARIABLES = {  # fields of VariableMetrics
     "rows_updated": Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY),
     "rows_found": Metric("table_rows_found_total", "counter", "rows of tables read that had been updated before", _BY),
     "rows_made": Metric("table_rows_made_total", "counter", "rows of tables made, for ids that had none", _BY),
+    "rows_made_again": Metric(
+        "table_rows_made_again_total", "counter", "rows of tables made, for ids whose rows were dropped lately", _BY
+    ),
     "rows_evicted": Metric("table_rows_evicted_total", "counter", "rows of tables dropped", _BY),
     "rows_not_admitted": Metric(
         "table_rows_not_admitted_total", "counter", "rows of gradients of tables dropped, of ids not admitted", _BY

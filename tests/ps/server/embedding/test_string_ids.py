@@ -99,9 +99,9 @@ class Table:
         others = [text for text in map(text_of, range(1000, 1050)) if text not in self.known]
         texts = [*self.known, *others]
         expected = [*self.known.values(), *INITIAL.of(strings(others))]
-        read, found = read_rows(shard, strings(texts), INITIAL)
+        read, missing = read_rows(shard, strings(texts), INITIAL)
         np.testing.assert_array_equal(read, expected)
-        assert found == len(self.known)
+        assert missing.tolist() == [at for at, text in enumerate(texts) if text not in self.known]
 
     def replayed(self) -> Shard:
         """Return what another process makes of the log."""

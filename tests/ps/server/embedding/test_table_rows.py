@@ -83,10 +83,10 @@ class Twin:
         self.values[[self.known[each] for each in set(ids)]] += np.float32(amount)
 
     def check(self, ids: list[int]) -> None:
-        read, found = read_rows(self.shard, ids_of(*ids), INITIAL)
+        read, missing = read_rows(self.shard, ids_of(*ids), INITIAL)
         expected = INITIAL.of(ids_of(*ids))
         known = [at for at, each in enumerate(ids) if each in self.known]
-        assert found == len(known)
+        np.testing.assert_array_equal(missing, np.delete(np.arange(len(ids)), known))
         expected[known] = self.values[[self.known[ids[at]] for at in known]]
         np.testing.assert_array_equal(read, expected)
 

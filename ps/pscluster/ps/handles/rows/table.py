@@ -19,11 +19,12 @@ from pscluster.ps.client.reads.plans import ShardRead, WholeVariable
 from pscluster.ps.client.updates.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
 from pscluster.ps.handles.rows.lookup import embedding_lookup
+from pscluster.ps.handles.rows.requests import distinct_reads
 from pscluster.ps.handles.scope import VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variables.variable import Variable, WireDtype
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
-from pscluster.ps.row_ids import MOST_ID_BYTES, RowIds, columns_of, id_bytes_for
+from pscluster.ps.row_ids import MOST_ID_BYTES, Missing, RowIds, check_missing, columns_of, id_bytes_for
 from pscluster.ps.spec import MAX_SHARDS
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
 from pscluster.ps.tables import MAX_DIM, MAX_ROWS, initial_rows, rows_of_shard, shards_of, table_ids
@@ -222,20 +223,32 @@ class EmbeddingTable(Variable):
 
     # Reading
 
-    def lookup(self, ids: npt.ArrayLike) -> Array:
+    def lookup(self, ids: npt.ArrayLike, *, missing: Missing = "initial") -> Array:
         """Read the rows of these ids, in their order, duplicates included; each distinct row travels once.
 
         Args:
             ids: integers or strings, of any shape.
+            missing: what an id without a row gives, such as one whose row was evicted: its "initial" values, or an
+                "error".
 
         Returns:
-            An array of shape `ids.shape + (dim,)`, of float32. Ids without a row give their initial values.
+            An array of shape `ids.shape + (dim,)`, of float32.
 
         Raises:
-            InvalidUpdateError: ids are not of the table's kind, do not fit in int64, or are longer than `max_id_bytes`.
+            InvalidUpdateError: ids are not of the table's kind, do not fit in int64, or are longer than `max_id_bytes`;
+                or one, which is named, has no row.
+            MisuseError: `missing` is neither of the two.
         """
-        result: Array = embedding_lookup(self, ids)
-        return result
+        if not check_missing(missing):
+            result: Array = embedding_lookup(self, ids)
+            return result
+        checked = self.row_ids(ids)
+        with self.client.gate:
+            reads, rows = distinct_reads([(self, checked.reshape(-1))])
+            for read in reads:
+                read.item.rows.must_exist = True
+            self.client.read(reads)
+        return rows()[0].reshape(*checked.shape, self.dim)
 
     def row_ids(self, ids: npt.ArrayLike) -> RowIds:
         return table_ids(ids, self.name, self.id_bytes)

@@ -20,7 +20,7 @@ from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.numbers.unique import sorted_unique, without
 from pscluster.ps.row_ids import RowIds, are_strings, shown
 from pscluster.ps.server.embedding import table_policy
-from pscluster.ps.server.embedding.table_policy import CountMinSketch
+from pscluster.ps.server.embedding.table_policy import CountMinSketch, LatelyDropped
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.server.embedding.tables import rows_of, space_of
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
@@ -167,7 +167,12 @@ def carry_out(
         shard.before_rows_change(used)
         rows.set_uses(used, table_policy.uses(rows.uses(used), changes.now))
     held.metrics.rows_made += len(changes.made)
-    held.metrics.rows_evicted += len(changes.evicted)
+    if shard.dropped is not None and len(changes.made):
+        held.metrics.rows_made_again += shard.dropped.count(changes.made)
+    if len(changes.evicted):
+        held.metrics.rows_evicted += len(changes.evicted)
+        shard.dropped = shard.dropped or LatelyDropped()
+        shard.dropped.add(changes.evicted)
     # As our clients send them. Strings are not compared: that takes longer than what it may save.
     distinct = not are_strings(ids) and bool(np.count_nonzero(ids[1:] > ids[:-1]) >= len(ids) - 1)
     return Placed(places, kept, distinct, undone)

@@ -39,6 +39,9 @@ _CELLS = SEEN_BYTES // _HASHES
 _AGEING = 8 * _CELLS
 """Counts are halved after this many sightings: ids that are no longer seen are forgotten, and the others stay apart."""
 
+_DROPPED = 1 << 16
+"""Ids that are remembered after their rows were dropped, at most: 512 KiB a shard."""
+
 _WINDOW = 1 << 12
 """Rows that are looked at for those that have expired, at least: four for each id of the update."""
 
@@ -86,6 +89,22 @@ class CountMinSketch:
             raise ProtocolError(f"{len(data):,} bytes of counts of ids, after {added:,} sightings")
         self._counts[...] = np.frombuffer(data, np.uint8).reshape(self._counts.shape)
         self.added = added
+
+
+class LatelyDropped:
+    """Ids whose rows were dropped lately, in memory of a fixed size: a later one may take an earlier one's place."""
+
+    def __init__(self) -> None:
+        self._hashes = ~np.arange(_DROPPED, dtype=np.uint64)  # none that belongs in its place
+
+    def add(self, ids: RowIds) -> None:
+        hashes = mixed(numbers_of(ids))
+        self._hashes[hashes % np.uint64(_DROPPED)] = hashes
+
+    def count(self, ids: RowIds) -> int:
+        """Return how many of these ids there are, or fewer."""
+        hashes = mixed(numbers_of(ids))
+        return int(np.count_nonzero(self._hashes[hashes % np.uint64(_DROPPED)] == hashes))
 
 
 def admitted(policy: ps_pb2.TableAdmission, ids: RowIds, seen: CountMinSketch, step: int) -> Mask:

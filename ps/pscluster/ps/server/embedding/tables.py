@@ -53,15 +53,15 @@ def space_of(shard: Shard) -> Rows:
     return cast(Rows, shard.array if space is None else space)
 
 
-def read_rows(shard: Shard, ids: RowIds, initial: InitialRows) -> tuple[Rows, int]:
-    """Return the rows of these ids, and how many of them the shard has; the others have their initial values."""
+def read_rows(shard: Shard, ids: RowIds, initial: InitialRows) -> tuple[Rows, Ids]:
+    """Return the rows of these ids, and which of them, as positions, the shard has not: they have initial values."""
     rows = rows_of(shard, initial.dim)
     places = rows.find(ids)
     missing = np.flatnonzero(places < 0)
     out = rows.take(places)
     if len(missing):
         out[missing] = initial.of(ids[missing])
-    return out, len(ids) - len(missing)
+    return out, missing
 
 
 def apply_rows(

@@ -187,10 +187,12 @@ def segments(
                 if item.rows.id_bytes:
                     row_ids.check_strings(ids, name)
                 with source.shard.lock:
-                    values, found = tables.read_rows(source.shard, ids, source.table)
+                    values, missing = tables.read_rows(source.shard, ids, source.table)
+                if item.rows.must_exist and len(missing):
+                    raise row_ids.without_rows(name, ids[missing])
                 segment = view(values)
                 if (held := store.directory.variables.get(item.variable)) is not None:
-                    held.metrics.rows_found += found
+                    held.metrics.rows_found += len(ids) - len(missing)
         else:
             segment = _block(store, source)
         traffic = source.shard.traffic

@@ -28,7 +28,7 @@ from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding.reserved_rows import resized
-from pscluster.ps.server.embedding.table_policy import CountMinSketch
+from pscluster.ps.server.embedding.table_policy import CountMinSketch, LatelyDropped
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.files.spill import SavedBlock, Spill
@@ -151,6 +151,7 @@ class Shard:
         self.moved = False  # another server has it
         self.rows: TableRows | None = None  # of a table, once they are needed
         self.sightings: CountMinSketch | None = None  # of ids without a row, if it has to be known
+        self.dropped: LatelyDropped | None = None  # ids whose rows were
         self.hand = 0  # where the next search for rows to be dropped begins
         self.arriving: threading.Event | None = None  # while another server may still serve it; set when none does
 
