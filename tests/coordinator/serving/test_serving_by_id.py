@@ -119,6 +119,7 @@ def test_deltas_lead_from_one_to_the_next(made: Made, tmp_path: Path, name: str,
     assert 0 < np.count_nonzero(has) < len(ids)
     dropped = np.isin(ids, SavedVariables(_path(directory, 3)).rows(name)[0]) & ~has
     assert dropped.any() == (name == "table")
+    assert served.changed_rows == len(SavedVariables(_path(directory, 4)).rows(name)[0]), "no row that was dropped"
     for table in (served, again, ServingTable.open(_path(directory, 4), name)):
         np.testing.assert_array_equal(table.lookup(ids[has], missing="error"), values[-1][has])
         for id_ in (*ids[~has][:20].tolist(), *ids[dropped][:20].tolist()):

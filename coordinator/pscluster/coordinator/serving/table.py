@@ -66,12 +66,17 @@ class _State:
         return changed, at[changed]
 
     def changed(self, loaded: LoadedDelta) -> _State:
-        """Return the state with a delta's rows in place of those that were."""
-        kept = ~np.isin(self.ids, loaded.ids)
-        ids = np.concatenate((self.ids[kept], loaded.ids))
+        """Return the state with a delta's rows in place of those that were.
+
+        Without those that were dropped, and that the base has not either: they have their initial values there, too,
+        and would become ever more.
+        """
+        kept, needed = ~np.isin(self.ids, loaded.ids), ~loaded.dropped
+        needed[loaded.dropped] = self.base.has(loaded.ids[loaded.dropped])
+        ids = np.concatenate((self.ids[kept], loaded.ids[needed]))
         order = np.argsort(ids)
-        rows = np.concatenate((self.rows[kept], loaded.rows))[order]
-        dropped = np.concatenate((self.dropped[kept], loaded.dropped))[order]
+        rows = np.concatenate((self.rows[kept], loaded.rows[needed]))[order]
+        dropped = np.concatenate((self.dropped[kept], loaded.dropped[needed]))[order]
         return _State(self.base, loaded.delta.version, ids[order], rows, dropped)
 
 
