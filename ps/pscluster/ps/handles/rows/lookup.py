@@ -74,6 +74,7 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
         raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")
     if not isinstance(params, Variable):
         raise TypeError(f"embedding_bag takes one variable, not {type_of(params)}")
+    bags = _listed(bags, params, "bags of ids")
     if params.id_bytes:  # NumPy would make strings of numbers beside them
         ids: list[Array] = [params.row_ids(bag) for bag in bags]
     else:
@@ -128,10 +129,12 @@ def safe_embedding_lookup_sparse(
     name, holder = embedding_weights.name, embedding_weights.holder
     if embedding_weights.id_bytes:
         raise InvalidUpdateError(f"{name!r} has ids that are strings, of which none is padding: use embedding_bag")
-    bags = [as_array(bag, name, "bag of ids", holder=holder).reshape(-1) for bag in sparse_ids]
+    listed = _listed(sparse_ids, embedding_weights, "bags of ids")
+    bags = [as_array(bag, name, "bag of ids", holder=holder).reshape(-1) for bag in listed]
     weights: list[Array] | None = None
     if sparse_weights is not None:
-        weights = [as_array(bag, name, "weights", holder=holder).reshape(-1) for bag in sparse_weights]
+        each = _listed(sparse_weights, embedding_weights, "weights")
+        weights = [as_array(bag, name, "weights", holder=holder).reshape(-1) for bag in each]
         _weights(weights, np.array([bag.size for bag in bags], np.int64), embedding_weights)
     for at, bag in enumerate(bags):
         kept = bag >= 0
@@ -154,10 +157,20 @@ def _flat(arrays: Sequence[Array]) -> Array:
 
 def _weights(weights: Bags, lengths: npt.NDArray[np.int64], params: Variable) -> Array:
     name, holder = params.name, params.holder
-    arrays = [as_array(bag, name, "weights", holder=holder) for bag in weights]
+    arrays = [as_array(bag, name, "weights", holder=holder) for bag in _listed(weights, params, "weights")]
     if [bag.size for bag in arrays] != lengths.tolist():
         raise InvalidUpdateError(f"{holder} {name!r}: weights must have the same lengths as the bags of ids")
     return converted(_flat(arrays), np.dtype(np.float64), name, "weights", holder=holder)
+
+
+def _listed(bags: Bags, params: Variable, argument: str) -> list[Any]:
+    try:
+        return list(bags)
+    except TypeError:
+        raise TypeError(
+            f"{params.holder} {params.name!r}: give {argument} as a list of lists, or as an array with a bag per row, "
+            f"not {type_of(bags)}"
+        ) from None
 
 
 def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
