@@ -41,7 +41,13 @@ from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.errors import CheckpointError, CheckpointMismatchError, PsClusterError
+from pscluster.core.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    PsClusterError,
+    PSUnavailableError,
+    UnavailableError,
+)
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
@@ -52,6 +58,9 @@ from pscluster.v1 import ps_pb2
 from pscluster.worker.features.layer import Layer
 
 logger = logging.getLogger(__name__)
+
+_MARKS = 3
+"""Attempts to have all servers mark their shards, of which some may die meanwhile: nothing is written yet."""
 
 BARRIER_SECONDS = 60.0
 
@@ -83,17 +92,24 @@ class Checkpoint(StaysHere):
         self.context = strategy.context
 
     def mark(self, checkpoint_number: int = 0) -> MarkedCheckpoint:
-        """Make a cut through the job as it is now, which can then be written.
+        """Make a cut through the job as it is now, which can then be written. If a server dies meanwhile, make another.
 
         Raises:
             WaitTimeoutError: functions that have begun, or updates of global arrays, have not ended after
                 `barrier_timeout`; the message names them.
             CheckpointError: a restore failed in its last step, and was neither repeated nor given up.
-            UnavailableError: a server can't be reached.
+            UnavailableError: a server can't be reached, or has died in each of three attempts.
         """
         try:
             for sender in list(self.context.senders):
                 sender.settle(self.barrier_timeout)
+            for _ in range(_MARKS - 1):
+                try:
+                    return self._mark(checkpoint_number)
+                except UnavailableError as error:
+                    if isinstance(error, PSUnavailableError):  # it has been waited for, or lost its state
+                        raise
+                    logger.warning("a checkpoint is begun again: %s", error)
             return self._mark(checkpoint_number)
         except BaseException:
             self.context.metrics.checkpoints_failed += 1
