@@ -382,6 +382,9 @@ def test_a_writer_that_is_killed_leaves_the_file_of_before(
     np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[2])
     with pytest.raises(CheckpointError, match="can't be written: No such file"):
         delta_between(directory, 2, 3, tmp_path / "nowhere" / "delta")
+    for folder in (tmp_path, Path()):
+        with pytest.raises(CheckpointError, match="can't be written: it is a directory; give the path of a file"):
+            delta_between(directory, 2, 3, folder)
 
 
 @pytest.mark.parametrize("ending", ["delta", "parquet"])

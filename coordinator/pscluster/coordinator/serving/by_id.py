@@ -121,5 +121,5 @@ class MappedById:
         if not isinstance(other, MappedById) or self.initial != other.initial:
             raise MisuseError(
                 f"{self.name!r} is an EmbeddingTable of rows of {self.initial.dim} values in {self.path}, but one with "
-                f"other rows or initial values, or a variable, in {path}"
+                f"other rows or initial values, or a variable, in {path}: open it again"
             )

@@ -152,6 +152,8 @@ def _changed(earlier: Mapped, later: Mapped, ids: Ids) -> npt.NDArray[np.uint8]:
 @contextmanager
 def _written(out: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the place of `out` once it is on the disk. CheckpointError if it can't be written."""
+    if not out.name or out.is_dir():
+        raise CheckpointError(f"{str(out)!r} can't be written: it is a directory; give the path of a file")
     temporary = out.with_name(f"{out.name}.new")
     try:
         with temporary.open("wb") as file:
