@@ -123,6 +123,19 @@ class Initializer(checks.Parameters, ABC):
         """Return what fills an array with the block, which is not empty, at an offset. ValueError as `check`."""
 
 
+def takes_seed(name: str) -> bool:
+    """Return whether the initializer of this name draws random numbers."""
+    return issubclass(INITIALIZERS[name], _Random)
+
+
+def numbers_to_seed(initializer: Initializer) -> dict[str, Any]:
+    """Return the parameters by name, without the seed if none was given: another one may take its place."""
+    numbers = initializer.values_by_name()
+    if getattr(initializer, "seed_was_drawn", False):
+        del numbers["seed"]
+    return numbers
+
+
 def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
     """Return the initializer of this name and parameters. ValueError if there is none, or one is wrong or missing."""
     if name not in INITIALIZERS:
@@ -174,6 +187,10 @@ class _Random(Initializer):
     """Every element is a random number, of a float type that is wide enough."""
 
     seed: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed_was_drawn", self.seed is None)
+        super().__post_init__()
 
     @abstractmethod
     def _distribution(self, shape: Shape) -> tuple[random_blocks.Draw, float, float, float]:

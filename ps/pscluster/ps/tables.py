@@ -19,13 +19,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.geometry.rows import integers
 from pscluster.core.numbers.splitmix import mixed
-from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
+from pscluster.ps.initializers import (
+    Constant,
+    Initializer,
+    Ones,
+    RandomNormal,
+    RandomUniform,
+    TruncatedNormal,
+    Zeros,
+    takes_seed,
+)
 from pscluster.ps.initializers import from_spec as initializer_from_spec
 from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, columns_of, dtype_in, numbers_of, string_ids
 from pscluster.ps.spec import partition_of
@@ -172,6 +182,20 @@ def _quotient(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Doub
 @functools.lru_cache(maxsize=256)
 def _made(dim: int, initializer: str, numbers: str) -> InitialRows:
     return InitialRows(initializer_from_spec(initializer, json.loads(numbers or "{}")), dim)
+
+
+def seeded(table: ps_pb2.TableSpec, name: str) -> ps_pb2.TableSpec:
+    """Return the spec of a new table, with a seed that follows from its name if its initializer was given none.
+
+    So a job that restores a checkpoint goes on with the initial values that ids without a row had before.
+    """
+    numbers = json.loads(table.numbers or "{}")
+    if "seed" in numbers or not takes_seed(table.initializer):
+        return table
+    with_seed = ps_pb2.TableSpec()
+    with_seed.CopyFrom(table)
+    with_seed.numbers = json.dumps({**numbers, "seed": xxhash.xxh3_64_intdigest(name.encode()) >> 1})
+    return with_seed
 
 
 def initial_rows(table: ps_pb2.TableSpec, name: str) -> InitialRows:

@@ -207,7 +207,8 @@ def test_checkpoints_fit_any_number_of_shards(
 ) -> None:
     """Slots come along: the next gradients do what they would have done. A smaller table is refused.
 
-    So is one with ids of another kind, or shorter ones; longer ones are taken.
+    So is one with ids of another kind, or shorter ones; longer ones are taken. Ids without a row begin as they did,
+    with the seed that the table's name gives, since none is given.
     """
     some = texts_of(np.arange(50)) if ids is str else np.arange(50) * 0x7777_7777
     gradients = IndexedSlices(np.ones((50, DIM), np.float32), some)
@@ -215,7 +216,8 @@ def test_checkpoints_fit_any_number_of_shards(
     def build(strategy: ParameterServerStrategy, num_shards: int, capacity: int = 100, **more: Any) -> Any:
         of = {"ids": ids, "max_id_bytes": None if ids is int else 100 if num_shards == 7 else 64} | more
         with strategy.scope():
-            table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL, name="t", num_shards=num_shards, **of)
+            made = initializers.RandomUniform(-1.0, 1.0)
+            table = EmbeddingTable(DIM, capacity=capacity, initializer=made, name="t", num_shards=num_shards, **of)
             return table, optimizers.Adam(0.1, name="adam")
 
     path = tmp_path / "first"
@@ -224,7 +226,11 @@ def test_checkpoints_fit_any_number_of_shards(
         for _ in range(3):
             adam.apply_gradients([(gradients, table)])
         Checkpoint(strategy).write(str(path))
-        saved = table.lookup(gradients.indices)
+        saved, unseen = (table.lookup(wanted) for wanted in (gradients.indices, [ids(-2)]))
+        with strategy.scope():
+            other = EmbeddingTable(DIM, initializer=initializers.RandomUniform(-1.0, 1.0), ids=ids, name="another")
+        assert (other.lookup([ids(-2)]) != unseen).all()
+        strategy.delete_variable(other)
         stored, values = SavedVariables(path).rows("t")
         np.testing.assert_array_equal(table.lookup(stored), values)
         np.testing.assert_array_equal(np.sort(stored), np.sort(some))
@@ -238,9 +244,9 @@ def test_checkpoints_fit_any_number_of_shards(
     others: list[tuple[dict[str, Any], str]] = [({"ids": str, "max_id_bytes": 50}, "strings of up to 56 bytes")]
     if ids is str:
         others.append(({"ids": int, "max_id_bytes": None}, "int64"))
-    for other, kind in others:
+    for changed, kind in others:
         with ParameterServerStrategy(cluster) as strategy:
-            table, adam = build(strategy, 2, **other)
+            table, adam = build(strategy, 2, **changed)
             with pytest.raises(CheckpointMismatchError, match=f"'t' has ids that are {kind}, but (strings|int64)"):
                 Checkpoint(strategy).read(str(path))
             assert len(table) == 0
@@ -250,6 +256,7 @@ def test_checkpoints_fit_any_number_of_shards(
             Checkpoint(strategy).read(str(path))
             assert len(table) == 50
             np.testing.assert_array_equal(table.lookup(gradients.indices), saved)
+            np.testing.assert_array_equal(table.lookup([ids(-2)]), unseen)
             adam.apply_gradients([(gradients, table)])
             np.testing.assert_allclose(table.lookup(gradients.indices), later, rtol=1e-6)
     with ParameterServerStrategy(cluster) as strategy:

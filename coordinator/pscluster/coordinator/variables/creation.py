@@ -27,6 +27,7 @@ from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variables.variable import Variable, VariableList
 from pscluster.ps.spec import NOT_IN_STEP, OWN_RULE, RESERVED, partition_of, row_order_message
+from pscluster.ps.tables import seeded
 from pscluster.v1 import definition_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class VariableCreator:
                     trainable=request.trainable,
                     asynchronous=request.consistency == "async",
                     row_order=row_order_message(partition.order),
-                    table=request.table,
+                    table=None if request.table is None else seeded(request.table, name),
                     wire_dtype=wire_dtype,  # type: ignore[arg-type]
                     push_top_k=push_top_k,
                 )

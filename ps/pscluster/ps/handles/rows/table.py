@@ -23,11 +23,11 @@ from pscluster.ps.handles.rows.requests import distinct_reads
 from pscluster.ps.handles.scope import VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variables.variable import Variable, WireDtype
-from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
+from pscluster.ps.initializers import Initializer, RandomUniform, Zeros, numbers_to_seed
 from pscluster.ps.row_ids import MOST_ID_BYTES, Missing, RowIds, check_missing, columns_of, id_bytes_for
 from pscluster.ps.spec import MAX_SHARDS
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
-from pscluster.ps.tables import MAX_DIM, MAX_ROWS, initial_rows, rows_of_shard, shards_of, table_ids
+from pscluster.ps.tables import MAX_DIM, MAX_ROWS, initial_rows, rows_of_shard, seeded, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 _IN_USE = ps_pb2.Rows(in_use=True)
@@ -69,7 +69,7 @@ class EmbeddingTable(Variable):
         optimizer: what applies the table's gradients, whichever optimizer's `apply_gradients` they are given to, with
             its own learning rate, clipping and counts; default: that optimizer.
         initializer: of new rows: `Zeros`, `Ones`, `Constant`, `RandomUniform` (the default), `RandomNormal` or
-            `TruncatedNormal`.
+            `TruncatedNormal`. Without a seed, the table's name gives it one, which is the same in every job.
         max_bytes: how many bytes its rows may take on a server, those of optimizers' slots included. A table that is
             full refuses updates of new ids.
         admission: which gradients of an id without a row make one: `SeenTimes` or `WithProbability`; others are
@@ -135,7 +135,7 @@ class EmbeddingTable(Variable):
             if not isinstance(initializer, Initializer):
                 raise ValueError(f"initializer is {initializer!r}; it must be an initializer, such as RandomUniform()")
             table = ps_pb2.TableSpec(dim=dim, initializer=initializer.name)
-            table.numbers = json.dumps(initializer.values_by_name())
+            table.numbers = json.dumps(numbers_to_seed(initializer))
             table.capacity = capacity or 0
             table.id_bytes = _id_bytes(ids, max_id_bytes)
             if optimizer is not None:
@@ -157,7 +157,7 @@ class EmbeddingTable(Variable):
                 table.eviction.CopyFrom(eviction.message())
                 if table.eviction.kind in NEED_LIMIT and capacity is None and max_bytes is None:
                     raise ValueError(f"{eviction} drops rows of a table that is full: give a capacity or max_bytes")
-            initial_rows(table, name or "table")
+            initial_rows(seeded(table, ""), name or "table")
         except (ValueError, InvalidUpdateError) as error:
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
         shape = shards * rows_of_shard(table.capacity, shards), dim + columns_of(table.id_bytes)
