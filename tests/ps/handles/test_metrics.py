@@ -201,6 +201,8 @@ def test_what_they_are() -> None:
 def test_labels_and_predictions_that_do_not_fit(bad: tuple[Any, Any]) -> None:
     """They are refused with both shapes, and nothing is counted."""
     accuracy = metrics.Accuracy(f"picky {np.ndim(bad[1])}")
+    with pytest.raises(errors.MisuseError, match=r"are None, but .*: the step of an evaluation has to return"):
+        metrics.Mean(f"of none {np.ndim(bad[1])}").update_state(None)  # type: ignore[arg-type]
     with pytest.raises(errors.MisuseError, match=r"y_true has shape .*, y_pred"):
         accuracy.update_state(*bad)
     with pytest.raises(errors.MisuseError, match="sample_weight has shape"):

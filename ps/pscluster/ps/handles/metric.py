@@ -191,7 +191,10 @@ def as_numbers(values: npt.ArrayLike, metric: str, argument: str) -> npt.NDArray
     except ValueError as error:  # a ragged list
         raise MisuseError(f"metric {metric!r}: the {argument} are not an array: {error}") from None
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        raise MisuseError(f"metric {metric!r}: the {argument} are {array.dtype.name}, but must be real numbers")
+        given, hint = array.dtype.name, ""
+        if not array.ndim and array.item() is None:
+            given, hint = "None", ": the step of an evaluation has to return what update_state() takes"
+        raise MisuseError(f"metric {metric!r}: the {argument} are {given}, but must be real numbers{hint}")
     return array.astype(np.float64)
 
 
