@@ -33,6 +33,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.serving import Delta, ServingTable, TableVersion, delta_parquet, export_delta
 from pscluster.coordinator.serving.delta_files import Changes, Header
+from pscluster.coordinator.serving.mapped import map_table, of_newest
 from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, StaleError, UnknownVariableError
 
 Array = npt.NDArray[np.float32]
@@ -107,6 +108,24 @@ def test_rows_are_those_of_the_newest_checkpoint(made: tuple[Path, list[Array]])
     rows = table.lookup([1])
     rows[:] = 0
     assert table.lookup([1]).any(), "rows are copies"
+
+
+def test_the_newest_may_be_removed_before_it_is_read(copied: tuple[Path, list[Array]]) -> None:
+    """As by a training that keeps few: then the one that has taken its place is read, if there is one."""
+    directory, values = copied
+    read = list[str]()
+
+    def mapped_too_late(path: str) -> Any:
+        if not read:
+            shutil.move(path, directory / "ckpt-000005")
+        read.append(path)
+        return map_table(path, "table", verify=True)
+
+    table = of_newest(directory, mapped_too_late)
+    assert read == [str(directory / "ckpt-000004"), str(directory / "ckpt-000005")]
+    np.testing.assert_array_equal(table.take(np.arange(ROWS)), values[3])
+    with pytest.raises(CheckpointError, match="ckpt-000004 is not a checkpoint"):
+        of_newest(directory / "ckpt-000004", mapped_too_late)
 
 
 @pytest.mark.parametrize("name", ["hashed", "modulo"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
 Columns = tuple[slice, ...]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,24 @@ def map_table(path: str | Path, name: str, *, verify: bool = True) -> Mapped:
     """
     if "://" in str(path):
         raise CheckpointError(f"{path} can't be mapped into memory: copy the checkpoint to a disk of this machine")
-    path = where(path)
+    return of_newest(path, partial(_map_checkpoint, name=name, verify=verify))
+
+
+def of_newest(path: str | Path, read: Callable[[str], _T]) -> _T:
+    """Return what is read of a checkpoint, or of the newest in a directory of them.
+
+    If that can't be read, and another one is the newest by then, it has probably been removed: read that one.
+    """
+    while True:
+        newest = where(path)
+        try:
+            return read(newest)
+        except CheckpointError:
+            if where(path) == newest:
+                raise
+
+
+def _map_checkpoint(path: str, name: str, verify: bool) -> Mapped:
     index = read_index(path)
     check_whole(index, path)
     if name not in index.variables:

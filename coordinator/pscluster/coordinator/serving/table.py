@@ -16,12 +16,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import read_index
 from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.delta_files import Delta, LoadedDelta, Mask
 from pscluster.coordinator.serving.deltas import read_delta
-from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
+from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table, of_newest
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
 from pscluster.ps.row_ids import Missing, RowIds, check_missing, without_rows
@@ -196,13 +195,18 @@ class ServingTable:
             MisuseError: the table has another shape or type there. In both cases nothing has changed.
         """
         with self._changing:
-            state, newest = self._state, where(self._source)
-            if newest == state.base.path or read_index(newest).number < state.version.number:
+            if (base := of_newest(self._source, self._newer)) is None:
                 return False
-            base = map_table(newest, state.base.name, verify=self._verify)
-            state.base.check_like(base)
+            self._state.base.check_like(base)
             self._state = _State.of(base)
             return True
+
+    def _newer(self, path: str) -> Mapped | None:
+        """Open this checkpoint; None if it is open, or older."""
+        base, version = self._state.base, self._state.version
+        if path == base.path or read_index(path).number < version.number:
+            return None
+        return map_table(path, base.name, verify=self._verify)
 
     def __repr__(self) -> str:
         state = self._state
