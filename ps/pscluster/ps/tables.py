@@ -246,6 +246,12 @@ def row_limit(spec: ps_pb2.VariableSpec, partition: Partition, shard: int) -> in
     return partition.block(shard).shape[0] if spec.table.capacity else MAX_ROWS
 
 
+def most_rows(max_bytes: int, row_bytes: int) -> float:
+    """Return how many rows a cut or a restore may give a server: a few more than the limit says, as a hash may do."""
+    rows = max_bytes // row_bytes
+    return rows + 6 * math.sqrt(rows)
+
+
 def width_of(spec: ps_pb2.VariableSpec, array: str) -> int:
     """Return how many elements a row has in an array of a table, by its name: ids are beside the values alone."""
     return int(spec.shape[1]) if array == "value" else spec.table.dim

@@ -252,7 +252,7 @@ def test_checkpoints_fit_any_number_of_shards(
             assert len(table) == 0
     for num_shards in (1, 2, 7):
         with ParameterServerStrategy(cluster) as strategy:
-            table, adam = build(strategy, num_shards)
+            table, adam = build(strategy, num_shards, max_bytes=60 * 120)
             Checkpoint(strategy).read(str(path))
             assert len(table) == 50
             np.testing.assert_array_equal(table.lookup(gradients.indices), saved)
@@ -262,6 +262,11 @@ def test_checkpoints_fit_any_number_of_shards(
     with ParameterServerStrategy(cluster) as strategy:
         table, _ = build(strategy, 1, capacity=49)
         with pytest.raises(CheckpointMismatchError, match="'t' has room for 49 rows, and the checkpoint has more"):
+            Checkpoint(strategy).read(str(path))
+        assert len(table) == 0
+    with ParameterServerStrategy(cluster) as strategy:
+        table, _ = build(strategy, 2, max_bytes=400)  # with room for 3 or 6 rows on each of two servers
+        with pytest.raises(CheckpointMisfitError, match=r"'t' would take .* and its max_bytes are 400: give it larger"):
             Checkpoint(strategy).read(str(path))
         assert len(table) == 0
     with ParameterServerStrategy(cluster) as strategy:

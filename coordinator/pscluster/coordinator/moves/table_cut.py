@@ -11,7 +11,6 @@ of them more rows than that, since the table was full, it has room for those.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,18 @@ from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.placement.reshard_steps import ReshardSteps
 from pscluster.ps.spec import MOVE_BYTES
-from pscluster.ps.tables import SEEN, SEEN_BYTES, Ids, Rows, rows_of_shard, shards_before, shards_of, tails_of, width_of
+from pscluster.ps.tables import (
+    SEEN,
+    SEEN_BYTES,
+    Ids,
+    Rows,
+    most_rows,
+    rows_of_shard,
+    shards_before,
+    shards_of,
+    tails_of,
+    width_of,
+)
 from pscluster.v1 import ps_pb2
 
 _ITEM_BYTES = 4  # all arrays of tables are of float32
@@ -58,7 +68,7 @@ def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], row_bytes: int)
     most = final.table.max_bytes
     for server in sorted(set(final.owners)) if most else ():
         here = sum(count for count, owner in zip(rows, final.owners, strict=True) if owner == server)
-        if here > most // row_bytes + 6 * math.sqrt(most // row_bytes):
+        if here > most_rows(most, row_bytes):
             raise InvalidUpdateError(
                 f"table {final.name!r} is cut as before: in {len(rows)} shards it would take {here * row_bytes:,} "
                 f"bytes on ps {server}, and its max_bytes are {most:,}: add servers, or reshard it"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -241,6 +242,7 @@ class CheckpointParts:
                 if key.startswith("average/") and not shard.row_limit:  # where none was saved, the average is the value
                     array[...] = arrays["value"]
         _read_into(others, where)
+        taken: Counter[int] = Counter()
         for table, shard_index, arrays, sources in of_tables:
             fills = {key: _fill(store, key) for key in arrays if key.startswith("slot/")}
             tables.restore_rows(
@@ -253,6 +255,8 @@ class CheckpointParts:
                 sources,
                 lambda tensor: read(where(tensor.file), tensor),
             )
+            taken[table.spec.id] += sum(array.nbytes for array in arrays.values())
+            tables.check_bytes(table.spec, arrays, taken[table.spec.id], store.index)
         with self._lock:
             if checkpoint_id != self._over:
                 self._staged[checkpoint_id] = staged

@@ -18,7 +18,7 @@ from pscluster.ps.server.embedding import table_policy
 from pscluster.ps.server.embedding.reserved_rows import reservation_of, reserved, resized
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.server.state.shard import Array, Shard
-from pscluster.ps.tables import Ids, InitialRows, Rows, ids_in, shards_of, tails_of
+from pscluster.ps.tables import Ids, InitialRows, Rows, ids_in, most_rows, shards_of, tails_of
 from pscluster.v1 import ps_pb2
 
 
@@ -126,6 +126,16 @@ def restore_rows(
             _, of_saved = tails_of(saved, dim)
             _, uses = tails_of(cast(Rows, arrays["value"][places]), dim)
             uses[...] = table_policy.moved_to(uses, table_policy.newest(of_saved), now)
+
+
+def check_bytes(spec: ps_pb2.VariableSpec, arrays: Mapping[str, Array], taken: int, server: int) -> None:
+    """Raise CheckpointMisfitError if restored shards, which have such arrays, take a server more than its limit."""
+    most, row_bytes = spec.table.max_bytes, sum(array.strides[0] for array in arrays.values())
+    if most and taken // row_bytes > most_rows(most, row_bytes):
+        raise CheckpointMisfitError(
+            f"table {spec.name!r} would take {taken:,} bytes on ps {server}, and its max_bytes are {most:,}: give it "
+            "larger max_bytes, or add servers"
+        )
 
 
 def _saved_beside(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
