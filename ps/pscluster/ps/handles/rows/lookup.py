@@ -42,6 +42,8 @@ def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
         return _distinct([(params, ids)])[0]
     if not isinstance(params, Sequence):
         raise TypeError(f"embedding_lookup takes a variable or a list of them, not {type_of(params)}")
+    if not hasattr(ids, "__len__"):
+        raise TypeError(f"{len(params)} tables, but ids that are {type_of(ids)}: give an array of ids for each table")
     if len(params) != len(ids):
         raise InvalidUpdateError(f"{len(params)} tables, but {len(ids)} arrays of ids: give one for each table")
     return _distinct(list(zip(params, ids, strict=True)))
