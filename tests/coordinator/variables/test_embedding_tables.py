@@ -266,7 +266,8 @@ def test_checkpoints_fit_any_number_of_shards(
         assert len(table) == 0
     with ParameterServerStrategy(cluster) as strategy:
         table, _ = build(strategy, 2, max_bytes=400)  # with room for 3 or 6 rows on each of two servers
-        with pytest.raises(CheckpointMisfitError, match=r"'t' would take .* and its max_bytes are 400: give it larger"):
+        refused = r"'t' would take .* and its max_bytes are 400: give it larger"
+        with pytest.raises(CheckpointMismatchError, match=refused):
             Checkpoint(strategy).read(str(path))
         assert len(table) == 0
     with ParameterServerStrategy(cluster) as strategy:

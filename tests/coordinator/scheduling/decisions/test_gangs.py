@@ -915,7 +915,7 @@ class GangMachine(RuleBasedStateMachine):
         self.scheduler.worker_up(index)
 
     @rule(index=st.integers(0, WORKERS - 1))
-    def strays_end(self, index: int) -> None:
+    def lingering_end(self, index: int) -> None:
         for task_id in list(self.scheduler.workers[index].lingering):
             self.scheduler.lingering_ended(index, task_id)
 
@@ -989,7 +989,7 @@ class GangMachine(RuleBasedStateMachine):
             self.shut_out()
             self.scheduler.take_error()
             for index in range(WORKERS):
-                self.strays_end(index)
+                self.lingering_end(index)
                 self.scheduler.take(index)
             self.place()
             for index in range(WORKERS):

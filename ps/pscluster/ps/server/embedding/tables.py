@@ -129,10 +129,10 @@ def restore_rows(
 
 
 def check_bytes(spec: ps_pb2.VariableSpec, arrays: Mapping[str, Array], taken: int, server: int) -> None:
-    """Raise CheckpointMisfitError if restored shards, which have such arrays, take a server more than its limit."""
+    """Raise CheckpointMismatchError if restored shards, which have such arrays, take a server more than its limit."""
     most, row_bytes = spec.table.max_bytes, sum(array.strides[0] for array in arrays.values())
     if most and taken // row_bytes > most_rows(most, row_bytes):
-        raise CheckpointMisfitError(
+        raise CheckpointMismatchError(
             f"table {spec.name!r} would take {taken:,} bytes on ps {server}, and its max_bytes are {most:,}: give it "
             "larger max_bytes, or add servers"
         )
