@@ -116,7 +116,7 @@ class GangRuns:
                 described.steps.open |= gang.generation > 1
             for index in gang.placed:
                 handle = self._state.workers[index]
-                assert handle.connection is not None, "a worker that is free is connected"
+                assert handle.connection is not None, "a worker that is up is connected"
                 described.members.add(
                     worker=handle.peer.index,
                     address=handle.peer.address,

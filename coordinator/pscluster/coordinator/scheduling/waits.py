@@ -128,7 +128,10 @@ class Waits:
         try:
             scheduler.begin_barrier(owner)
             with self._state.lock:
-                self._state.recall_all(cancel_running=False)
+                for index, worker in enumerate(scheduler.workers):  # a gang that was sent counts as begun
+                    self._state.recall(
+                        index, [task for task in worker.sent.values() if task.gang is None], cancel_running=False
+                    )
                 while not scheduler.take_barrier(owner):
                     left = deadline - time.monotonic()
                     if left <= 0:

@@ -1,1 +1,1 @@
-"""Operations on global arrays recorded as programs, put in order, and sent to whoever has the devices."""
+"""Operations on global arrays recorded as programs, put in order, and sent to the processes that have the devices."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LAST = worker_pb2.SynchronousSteps.LAST
 _OPERATIONS = partial_of("operations on global arrays", run_program)
-"""What runs operations that are no function's, under a name for errors and timelines."""
+"""Runs operations outside traced functions; the name is for errors and timelines."""
 
 _NO_NAMED: Mapping[str, Any] = MappingProxyType({})
 

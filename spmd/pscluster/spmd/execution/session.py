@@ -1,4 +1,4 @@
-"""A mesh's session: records operations, and sends them as programs to whoever has the devices.
+"""A mesh's session: records operations, and sends them as programs to the processes that have the devices.
 
 An operation is recorded, and sent at once if nothing sent before is still running and what is recorded keeps devices
 busy for longer than it takes to send it; otherwise it goes with the next that is sent, so that a thousand small
@@ -35,7 +35,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +71,25 @@ WORTH_INSTRUCTIONS = 16
 
 WORTH_WORK = 1 << 16
 """The same, of elements that are computed, made or moved: they take about as long as a message."""
+
 HELD_BYTES = 64 << 20
-"""Of arrays that nothing refers to, which are kept since the program that was sent last reads them."""
+"""Of arrays that nothing refers to, kept because the program that was sent last reads them."""
 
 _numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
 
 _Inputs = Mapping[int, tuple[str, ArrayType]]
 """What makes each array that a program reads, and its type, by its number."""
+
+
+class _Sent(NamedTuple):
+    """A program that has not ended, as far as is known here."""
+
+    number: int
+    running: Running
+    inputs: _Inputs
+    loaded: Sequence[Loaded]
+    forgotten: Sequence[int]  # arrays that workers forget when it begins
+
 
 Fetched = list[list[list[Array]]]
 """By task: what each fetch of a program has returned."""
@@ -150,7 +162,7 @@ class Session:
         self._lock = threading.RLock()
         self._programs = itertools.count(1)
         self._recording = self._new_recording()
-        self._running: deque[tuple[int, Running, _Inputs, Sequence[Loaded]]] = deque()
+        self._running: deque[_Sent] = deque()
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, str] = {}
@@ -396,7 +408,7 @@ class Session:
 
     def _sent(self) -> list[Running]:
         with self._lock:
-            return [running for _, running, *_ in self._running]
+            return [sent.running for sent in self._running]
 
     @staticmethod
     def _end(sent: Sequence[Running], timeout: float | None) -> None:
@@ -476,8 +488,8 @@ class Session:
         dropped, waits = {self.dropped.popleft() for _ in range(len(self.dropped))}, False
         keep = dropped.intersection(inputs)
         if self._running and len(self.mesh.tasks) > 1:
-            _, _, read, _ = self._running[-1]
-            held = dropped.intersection(read)
+            read = self._running[-1].inputs
+            held = (dropped - keep).intersection(read)
             waits = sum(read[number][1].nbytes for number in held) > HELD_BYTES
             if not waits:
                 keep |= held
@@ -495,7 +507,8 @@ class Session:
             raise
         with self._lock:
             # Not the arrays themselves: they may be dropped before it has ended.
-            self._running.append((number, running, {ref.number: (ref.made_by, ref.type) for ref in inputs}, loaded))
+            of_inputs = {ref.number: (ref.made_by, ref.type) for ref in inputs}
+            self._running.append(_Sent(number, running, of_inputs, loaded, program.forgotten))
         return running
 
     def _reap(self) -> None:
@@ -503,16 +516,21 @@ class Session:
         if not self._running:
             return
         with self._lock:
-            while self._running and self._running[0][1].wait(0):
-                number, running, inputs, loaded = self._running.popleft()
+            while self._running and self._running[0].running.wait(0):
+                sent = self._running.popleft()
                 try:
-                    running.result()
+                    sent.running.result()
                 except BaseException as raised:
-                    error = _named(raised, inputs)
-                    self._failed[number] = _why(error)
-                    _unload(loaded)
+                    error = _named(raised, sent.inputs)
+                    self._failed[sent.number] = _why(error)
+                    _unload(sent.loaded)
+                    self.dropped.extend(sent.forgotten)  # it may never have begun
                     # Those that follow were cancelled, or lack what this one would have made.
-                    if self._unraised is None and number > self._excused and not isinstance(error, ResultsLostError):
+                    if (
+                        self._unraised is None
+                        and sent.number > self._excused
+                        and not isinstance(error, ResultsLostError)
+                    ):
                         self._unraised = error
 
     def _raise_first(self) -> None:

@@ -280,18 +280,41 @@ def test_gangs_of_one_run_again_in_their_order_after_a_death_which_is_the_first_
     assert sent(scheduler, second) == [0]
 
 
-def test_a_gang_of_one_that_fails_leaves_the_next_one_to_run() -> None:
+def test_a_gang_of_one_that_fails_has_the_next_one_run_again() -> None:
     scheduler = cluster(0)
     first, second = alone(100), alone(200)
     scheduler.add_gang(first)
     scheduler.add_gang(second)
     sent(scheduler, first)
     sent(scheduler, second)
+    assert second.members[0].follows == first.members[0].id
     scheduler.fail(0, first.members[0], ValueError("no"))
-    assert scheduler.settle_gangs() == ([], [first])
-    assert (first.state, second.state) == (GangState.FAILED, GangState.RUNNING)
-    scheduler.finish(0, second.members[0].id, 1.0)
-    assert scheduler.settle_gangs() == ([], [second])
+    left_behind, over = scheduler.settle_gangs()
+    assert (left_behind, over) == (second.members, [first])
+    scheduler.give_back(0, [second.members[0].id])  # its worker has not begun it
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    assert (first.state, second.state) == (GangState.FAILED, GangState.WAITING)
+    scheduler.take(0)
+    assert sent(scheduler, second) == [0]
+
+
+def test_gangs_of_one_that_a_worker_gives_back_one_by_one_keep_their_order() -> None:
+    """It is leaving, and has begun neither."""
+    scheduler = cluster(0)
+    first, second = alone(100), alone(200)
+    scheduler.add_gang(first)
+    scheduler.add_gang(second)
+    sent(scheduler, first)
+    sent(scheduler, second)
+    scheduler.give_back(0, [first.members[0].id])
+    left_behind, _ = scheduler.settle_gangs()
+    assert second.state is GangState.ENDING
+    scheduler.give_back(0, [second.members[0].id])
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    scheduler.settle_gangs()
+    assert list(scheduler.gangs.line) == [first, second]
 
 
 def test_a_death_ends_the_others_and_all_run_again_once_they_are_shut_out() -> None:

@@ -4,7 +4,8 @@ A gang's members talk to each other while they run, so one of them alone is of n
 retried as a whole. Each time it is placed is a generation, with tasks of its own under the same keys, so that the
 updates of all generations count once. What a generation's members send each other carries its number.
 
-    WAITING --place: all its workers are free--> RUNNING   each worker is reserved for its member, and sent it next
+    WAITING --place: all its workers are free--> RUNNING   each worker is reserved for its member, and sent it next; one
+                                                           program may be placed ahead, see below
     RUNNING --all members returned-------------> DONE
     RUNNING --a member ended in another way----> ENDING    the others are cancelled (`Scheduler.settle_gangs`)
             --one gave up, and all have ended--> ENDING
@@ -39,10 +40,9 @@ message. These workers have nothing else, so all of them run the two in the same
 While a program is to go back in line, no other one gets its workers. So programs on the same workers run in their
 order, whatever happens. The one that follows runs again as a whole. That changes nothing: its inputs are still there,
 and it makes the same arrays again. Nor may it take away what the one before needs to run again; if it would, it waits
-(`Gang.waits`). A worker's death counts for the program that it ran, and members of the other one
-that gave up count for none. One that waits for another member waits for as long as the one before runs there.
-
-A program on one worker talks to no other: it runs, as it waits there, also if the one before has failed.
+(`Gang.waits`). A worker's death counts for the program that it ran: the first one whose outcome has not come. Members
+of the other one that gave up count for none. One that waits for another member waits for as long as the one before runs
+there; so programs of very many members are not placed ahead (`MAX_AHEAD`).
 
 A gang may have several members on a worker, and may go on without workers that are lost (`min_workers`): their members
 are then placed on others. Once such a worker is back the generation ends, and the next one has its members at home.
@@ -63,6 +63,10 @@ from typing import Generic
 
 from pscluster.coordinator.scheduling.decisions.gang import Gang, GangState
 from pscluster.coordinator.scheduling.decisions.tasks import ENDED, P, State, Task, WorkerState
+
+MAX_AHEAD = 128
+"""Members of a program that is placed ahead: the others may all open exchanges to a worker that has not begun it, which
+keeps at most `worker.collectives.incoming.MAX_WAITING_EXCHANGES`."""
 
 
 class Gangs(Generic[P]):
@@ -150,7 +154,7 @@ class Gangs(Generic[P]):
         self.line.append(gang)
 
     def place(self, *, only_begun: bool, ahead: bool = False) -> Gang[P] | None:
-        """Reserve workers for the front gang if all of them are free, and return it.
+        """Reserve workers for the front gang if all of them are free, or it may be sent ahead, and return it.
 
         `ahead`: nothing else is queued, so that a program may be sent to its workers while another one runs there.
         """
@@ -158,9 +162,10 @@ class Gangs(Generic[P]):
         if front is None or (only_begun and not front[0].begun):
             return None
         gang, indices = front
-        if gang.is_program and self._are_awaited(indices):
+        if gang.isolated and self._are_kept_for_another(indices):
             return None
-        before = self._program_on(indices) if ahead and gang.is_program and not gang.waits else None
+        may_follow = ahead and gang.is_program and not gang.waits and gang.size <= MAX_AHEAD
+        before = self._program_on(indices) if may_follow else None
         if before is None and not all(self._workers[index].free for index in indices):
             return None
         self.line.remove(gang)
@@ -169,16 +174,16 @@ class Gangs(Generic[P]):
         gang.generation += 1
         for index, task in zip(indices, gang.members, strict=True):
             self._workers[index].reserved.append(task)
-        if before is not None and gang.size > 1:
+        if before is not None:
             before.follower = gang
             for task, one_before in zip(gang.members, before.members, strict=True):
                 task.follows = one_before.id if one_before.state is State.SENT else 0
         return gang
 
-    def _are_awaited(self, indices: Sequence[int]) -> bool:
-        """Return whether a program that was placed on some of these workers is to go back in line."""
+    def _are_kept_for_another(self, indices: Sequence[int]) -> bool:
+        """Return whether an isolated gang that was placed on some of these workers is to go back in line."""
         return any(
-            gang.state is GangState.ENDING and gang.is_program and not gang.is_over and set(indices) & set(gang.placed)
+            gang.state is GangState.ENDING and gang.isolated and not gang.is_over and set(indices) & set(gang.placed)
             for gang in self.running
         )
 
@@ -246,7 +251,7 @@ class Gangs(Generic[P]):
 
     def _take_back_follower(self, gang: Gang[P]) -> None:
         """Note that this gang can't be completed: the one that follows runs again after it."""
-        if (follower := gang.follower) is not None:
+        if (follower := gang.follower) is not None and follower.state in (GangState.RUNNING, GangState.ENDING):
             follower.taken_back = True
             self.break_up(follower)
 
