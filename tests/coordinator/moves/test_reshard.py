@@ -217,7 +217,9 @@ def run(world: World) -> Step:
                 case Step.COPY:
                     copy(world, left, 2)
                     for shard, owner in enumerate(FINAL.owners):
-                        world.ask(owner, action=MOVE.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=3))
+                        world.ask(
+                            owner, action=MOVE.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=3, arrays=["value"])
+                        )
                 case Step.SEAL:
                     for server in every:
                         world.ask(server, action=MOVE.SEAL)

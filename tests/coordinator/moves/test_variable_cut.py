@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from tests.faults.support import Job, running_job
 
 from pscluster.coordinator.api import (
+    Checkpoint,
     FixedShardsPartitioner,
     HashPartitioner,
     IndexedSlices,
     ModuloPartitioner,
     Variable,
+    optimizers,
 )
 from pscluster.coordinator.moves import decision, resharder, variable_cut
 from pscluster.coordinator.moves.plan import ProposedCut
@@ -35,7 +38,7 @@ from pscluster.ps.spec import MOVE_BYTES
     ],
 )
 def test_the_rows_of_pages(partitioner: Any, shape: tuple[int, ...]) -> None:
-    """They are those that have an element there, of however many rows a page is, or a row of pages."""
+    """They are those that have an element there, whether a page has several rows, or a row several pages."""
     partition = partition_for(partitioner, shape, np.dtype(np.float32), "v")
     rows = np.broadcast_to(np.arange(shape[0]).reshape(-1, *[1] * len(shape[1:])), shape)
     for shard in range(partition.num_shards):
@@ -91,3 +94,37 @@ def test_what_changes_after_it_was_copied(job: Job, kind: str, monkeypatch: pyte
     assert values.nbytes <= made.nbytes <= 2 * values.nbytes
     if kind == "single elements":
         assert made.nbytes <= values.nbytes + 3 * page_elements(shape) * values.itemsize
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("restores", [False, True])
+def test_arrays_that_come_or_go_after_rows_were_copied(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restores: bool
+) -> None:
+    """An average that begins on one old shard is in all new ones; a slot that a restore ends is in none."""
+    monkeypatch.setattr(decision, "SMALL_BYTES", 0)
+    values, name = np.arange(400.0).reshape(100, 4), f"average {restores}"
+    with job.strategy.scope():
+        variable = Variable(values, partitioner=FixedShardsPartitioner(2), name=name)
+        averaging = optimizers.SGD(0.5, use_ema=True)
+        momentum = optimizers.SGD(0.5, momentum=0.9)
+    Checkpoint(job.strategy).write(str(tmp_path / "before"))
+    momentum.apply_gradients([(np.ones(values.shape), variable)])
+
+    def reach(point: str) -> None:
+        if point == "coordinator.reshard.ahead":
+            if restores:
+                Checkpoint(job.strategy).read(str(tmp_path / "before"))
+            averaging.apply_gradients([(IndexedSlices(np.ones((1, 4)), [0]), variable)])
+
+    monkeypatch.setattr(resharder, "reach", reach)
+    cut = ProposedCut(name, 0, 0.9, 2, 3, by_rows=True)
+    job.strategy.apply(replace(job.strategy.plan("bytes"), moves=(), cuts=(cut,)))
+    expected = values - (0.0 if restores else 0.5)
+    average = averaging.average(variable).numpy()
+    np.testing.assert_array_equal(average[1:], expected[1:])
+    assert (average[0] != expected[0]).all()
+    momentum.apply_gradients([(np.ones(values.shape), variable)])
+    expected -= 0.5 if restores else 0.95
+    expected[0] -= 0.5
+    np.testing.assert_allclose(variable.numpy(), expected, err_msg="momentum begins anew after a restore only")

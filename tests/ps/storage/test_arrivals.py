@@ -36,6 +36,7 @@ from pscluster.ps.server.state import shard as shard_module
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import arrivals
+from pscluster.ps.storage.files.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
@@ -255,7 +256,7 @@ class OneCut:
     """A variable of the target that is cut into two shards there, all of which is filled in."""
 
     def __init__(self, target: Side) -> None:
-        self.target, self.values = target, np.full(40, 2, np.float32)
+        self.target, self.values, self.updates = target, np.full(40, 2, np.float32), 2
         self.final = ps_pb2.VariableSpec()
         self.final.CopyFrom(target.store.directory.variables[OWN].spec)
         self.final.id, self.final.origin, self.final.owners[:] = CUT, OWN, [1, 1]
@@ -270,11 +271,12 @@ class OneCut:
         made.CopyFrom(self.final)
         made.name, made.evaluation = f"pscluster/cut/{CUT}/v", 8
         self.ask(Request.MAKE, spec=made)
+        self.ask(Request.TRACK, shard=0)
         self.target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))  # functions run
         self.ask(Request.CAPTURE, shard=0)
         for shard, part in enumerate(np.split(self.values, [25])):
-            self.ask(Request.FILL, part.tobytes(), shard=shard, arrays=["value"])
-            self.ask(Request.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=2))
+            self.ask(Request.FILL, part.tobytes(), shard=shard, arrays=["value"], round=1)
+            self.ask(Request.SETTLE, shard=shard, state=ps_pb2.ShardState(updates=self.updates))
 
     def found(self, folder: Path, kind: Durability) -> tuple[int, list[float]]:
         """Return which variable there is after a death, and its values."""
@@ -346,3 +348,45 @@ def test_no_room_for_new_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         cut.ask(Request.ABANDON, spec=ps_pb2.VariableSpec(evaluation=8))
         room.armed = False
         assert cut.found(folder, Durability.LOG) == (OWN, [2.0] * 40)
+
+
+def test_new_shards_that_were_saved_half_filled(tmp_path: Path) -> None:
+    """A generation has them before they are whole. They have no updates, so their count does not tell."""
+    folder = tmp_path / "s"
+    with pair(folder, Durability.SNAPSHOT) as (_, target):
+        cut = OneCut(target)
+        cut.updates, counted = 0, cut.ask
+
+        def ask(action: Request.Action, payload: bytes = b"", **fields: Any) -> None:
+            if action == Request.FILL and fields["shard"]:
+                target.manager.save()
+            counted(action, payload, **fields)
+
+        cut.ask = ask  # type: ignore[method-assign]
+        cut.make()
+        with target.store.runs.changed:
+            target.store.runs.idle(4)  # then a whole generation is saved
+        cut.ask(Request.SEAL)
+        cut.ask(Request.ADOPT, spec=cut.final)
+        assert cut.found(folder, Durability.SNAPSHOT) == (CUT, [2.0] * 40)
+
+
+@pytest.mark.parametrize("kind", [Durability.SNAPSHOT])
+def test_a_file_that_is_begun_while_others_are_removed(
+    sides: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability
+) -> None:
+    """It is kept, although nothing refers to it yet."""
+    target, folder = sides[1], tmp_path / "s"
+    manager, begun = target.manager, list[Any]()
+    listed = StateDirectory._files
+
+    def files(directory: Any) -> Any:
+        if not begun:
+            begun.append(manager.shard_file(99, 0, {"value": np.ones(3, np.float32)}))
+        return listed(directory)
+
+    monkeypatch.setattr(StateDirectory, "_files", files)
+    manager.save()
+    del kind
+    assert begun[0].path.name in names(folder)
+    begun[0].discard()

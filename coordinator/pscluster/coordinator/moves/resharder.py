@@ -92,10 +92,12 @@ class _Pause:
         context = self._context
         for sender in list(context.senders):
             sender.settle(HOLD_SECONDS)
-        self._stack.enter_context(context.placing)
-        self._stack.enter_context(held(context))
-        self._stack.enter_context(context.client.gate.closed(HOLD_SECONDS))
-        check_restored(context)
+        with contextlib.ExitStack() as entered:  # left if one can't be: what is made is given up without a pause
+            entered.enter_context(context.placing)
+            entered.enter_context(held(context))
+            entered.enter_context(context.client.gate.closed(HOLD_SECONDS))
+            check_restored(context)
+            self._stack.push(entered.pop_all())
         self.begun = time.monotonic()
 
 

@@ -56,7 +56,7 @@ class VariableCopy:
         self.traffic = 0.0  # of the old shards, before they were read to be copied
         self._client, self._steps, self._old, self._owners = client, steps, old, list(final.owners)
         self._before, self._after = partition_of(old), partition_of(final)
-        self._arrays: list[str] = []
+        self._names: list[list[str]] = []  # the arrays of each old shard
         self._is_left = np.ones(old.shape[0], np.bool_)  # by row: whether it is to be copied
 
     def track(self) -> None:
@@ -66,24 +66,32 @@ class VariableCopy:
             for shard, server in enumerate(self._old.owners)
         ]
         self.traffic = sum(state.traffic for state in states)
-        self._arrays = list(dict.fromkeys(name for state in states for name in state.arrays))
+        self._names = [list(state.arrays) for state in states]
 
     def copy_ahead(self) -> None:
         """Copy all rows while they change, and what has changed meanwhile, until little is left, or no less."""
-        arrays, rounds = self._arrays, Rounds(self._row_bytes())
+        names, rounds = self._names, Rounds(self._row_bytes())
         while rounds.goes_on(int(np.count_nonzero(self._is_left))):
             self._copy(COPY_RATE)
             self._steps.next_round()
             self.note([self._steps.changed(server, shard) for shard, server in enumerate(self._old.owners)])
-            if self._arrays != arrays:  # an optimizer's first gradient has come
-                arrays, rounds = self._arrays, Rounds(self._row_bytes())
+            if self._names != names:  # an optimizer's first gradient has come
+                names, rounds = self._names, Rounds(self._row_bytes())
         self._steps.next_round()
 
     def note(self, changed: Sequence[tuple[Sequence[str], Ids]]) -> None:
-        """Take what each old shard has said: which arrays it has, and which pages have changed."""
+        """Take what each old shard has said: which arrays it has, and which pages have changed.
+
+        Of an array that is new on any of them, all rows are to be copied: where it is not yet, it reads as it begins.
+        """
         for shard, (_, pages) in enumerate(changed):
             self._is_left[rows_of_pages(self._before, shard, pages)] = True
-        self._arrays = list(dict.fromkeys(name for names, _ in changed for name in names))
+        before, self._names = self._arrays, [list(names) for names, _ in changed]
+        self._is_left |= not set(self._arrays) <= set(before)
+
+    @property
+    def _arrays(self) -> list[str]:
+        return list(dict.fromkeys(name for names in self._names for name in names))
 
     def copy_rest(self) -> None:
         """Copy what is left, as fast as can be."""

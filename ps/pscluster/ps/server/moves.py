@@ -134,6 +134,7 @@ class Moves:
         """Take one step of a move, or of a resharding; return the reply and its payload."""
         if request.action in ACTIONS:
             if request.action == ps_pb2.MoveRequest.ABANDON:
+                store.check_job(request.job)
                 self._note_over(request.id)  # late copies of TRACK are refused
             return self._resharding.handle(store, request, payload)
         action = self._actions.get(request.action)
@@ -183,6 +184,7 @@ class Moves:
             raise ProtocolError(f"a move of {held.spec.name!r}, which is a copy for an evaluation")
         with self._lock:
             self._check_wanted(store, request)
+        store.count_reads()
         with shard.lock:
             if shard.pages is None or shard.pages.move != request.id:
                 items = row_items(held.spec)
@@ -456,6 +458,6 @@ def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str, 
 
 def _pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
     pages = np.array(request.pages, np.int64)
-    if len(pages) and (pages[-1] >= pages_in(elements) or (np.diff(pages) <= 0).any()):
+    if len(pages) and (pages[-1] >= pages_in(elements) or (pages[1:] <= pages[:-1]).any()):
         raise ProtocolError(f"pages of a shard that are not ascending, or not among its {pages_in(elements):,}")
     return pages

@@ -51,6 +51,9 @@ from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.tables import SEEN, check_table, row_limit
 from pscluster.v1 import ps_pb2
 
+_MOST_FILES = 16
+"""New shards that are saved in files of their own."""
+
 ACTIONS = frozenset(
     (
         ps_pb2.MoveRequest.MAKE,
@@ -188,6 +191,10 @@ class Resharding:
         store.count_reads()
         reply = ps_pb2.MoveReply()
         with shard.lock:
+            self._check_under_way(store, request)  # else it would stay frozen after a cut that was given up meanwhile
+            is_tracked = shard.pages is not None and shard.pages.move == request.id
+            if not is_tracked and not held.spec.HasField("table"):
+                raise StaleError("it was not noted what changes in this shard: the cut was given up")
             shard.freeze()
             state = reply.state
             state.arrays.extend(shard.arrays())
@@ -216,6 +223,7 @@ class Resharding:
         held, shard = self._new_shard(store, request)
         name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
+            self._check_under_way(store, request)
             with self._lock:
                 if request.round < self._rounds.get(request.shard, 0):
                     raise StaleError("this request is a late copy: later values have come")
@@ -256,6 +264,8 @@ class Resharding:
         if state.term != store.term:
             raise StaleError("the servers are not in one term: a restore was broken off")
         with shard.lock, store.ledger() as ledger:
+            self._check_under_way(store, request)
+            shard.retain(frozenset(state.arrays))  # a restore may have ended others since they were copied
             shard.updates, shard.steps = state.updates, dict(state.steps)
             shard.changes += 1
             shard.traffic = ShardTraffic(state.traffic)
@@ -269,9 +279,14 @@ class Resharding:
         """Save the new shards beside what was saved before, so that it does not matter how much else the server has."""
         known = self._check_under_way(store, request)
         held = store.directory.variables.get(known.new)
+        if held is None:
+            raise StaleError(f"ps {store.index} lacks the new shards: they were deleted")
+        if store.runs.known or len(held.shards) > _MOST_FILES:  # then the last manifest is not extended
+            self._manager.save()
+            return
         files = dict[tuple[int, int], tuple[Shard, ShardFile | None]]()
         try:
-            for index, shard in held.shards.items() if held is not None else ():
+            for index, shard in held.shards.items():
                 with shard.lock:
                     arrays = shard.arrays()
                 file = self._manager.shard_file(known.new, index, arrays)
@@ -309,10 +324,11 @@ class Resharding:
         for shard in held.shards.values() if held is not None else ():
             with shard.lock:
                 shard.let_go(request.id)
+                shard.release()  # also if something else has tracked it
         if request.spec.evaluation:
             store.delete("", evaluation=request.spec.evaluation)
             with contextlib.suppress(PsClusterError):  # what is left of it after a restart is dropped some day
-                self._manager.save()
+                self._manager.save_shards(store)
 
 
 def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_pb2.VariableSpec:
@@ -336,7 +352,7 @@ def _fill_rows(shard: Shard, array: Array, numbers: bytes, payload: memoryview) 
     rows = np.frombuffer(numbers[: len(numbers) // 8 * 8], np.int64)
     if shard.row_limit or not array.ndim or len(numbers) % 8 or rows[0] < 0 or rows[-1] >= len(array):
         raise ProtocolError(f"a resharding with rows that a shard of shape {array.shape} does not have")
-    if (np.diff(rows) <= 0).any():
+    if (rows[1:] <= rows[:-1]).any():
         raise ProtocolError("a resharding with rows that are not ascending")
     row_shape = array.shape[1:]
     if len(payload) != len(rows) * math.prod(row_shape) * array.itemsize or len(payload) > MOVE_BYTES:

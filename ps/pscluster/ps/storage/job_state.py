@@ -83,8 +83,9 @@ def _changed_shards(
             known = before.get((held.spec.id, index))
             saved = manifest.shards.add(variable=held.spec.id, shard=index)
             with shard.lock:
-                # Slots or averages created since, without an update, need not be saved.
-                if known is not None and known.updates == shard.updates:
+                # Slots or averages created since, without an update, need not be saved. A copy is filled
+                # in without any.
+                if known is not None and known.updates == shard.updates and not held.spec.evaluation:
                     # Not with the remembered updates of that generation: if they are of the previous coordinator,
                     # they would be taken for those of this one, which numbers its functions anew.
                     replay.note_shard(job.store, shard, saved)

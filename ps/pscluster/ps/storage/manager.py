@@ -280,7 +280,7 @@ class StateManager(StateSaver):
         """Have it saved in the background that shards have left."""
         with self._changed:
             if self._job is not None and self._directory is not None:
-                self._extensions.append(Extension(self._job.store))
+                self._extensions.append(Extension(self._job.store, in_background=True))
                 self._changed.notify_all()
 
     def shard_file(self, variable: int, index: int, arrays: Mapping[str, Array]) -> ShardFile | None:

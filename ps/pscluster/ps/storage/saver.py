@@ -35,6 +35,7 @@ class Extension:
 
     store: Store
     arrived: Mapping[tuple[int, int], tuple[Shard, ShardFile]] = field(default_factory=dict)  # by variable and shard
+    in_background: bool = False  # nobody waits for it
     ended: bool = False
     saved: bool = False  # False, without an error: a whole generation is needed
     error: str = ""
@@ -225,10 +226,14 @@ class StateSaver:
         assert self._directory is not None
         needed = [manifest for manifest in (job.saved, job.before) if manifest is not None]
         try:
-            arriving = [file.path.name for file in list(self._arriving) if file.open]
-            self._directory.remove_unused(needed, min(map(log_begins, needed)), arriving)
+            self._directory.remove_unused(needed, min(map(log_begins, needed)), self._names_arriving)
         except OSError as error:
             logger.warning("files that are no longer needed could not be removed: %s", error)
+
+    def _names_arriving(self) -> list[str]:
+        """Return the names of files to which nothing refers yet."""
+        with self._changed:  # under which they are begun
+            return [file.path.name for file in self._arriving if file.open]
 
     def _extend_all(self) -> None:
         with self._changed:
@@ -240,7 +245,7 @@ class StateSaver:
                 extension.error = self._words_of(failure)
                 self.failures += 1
                 logger.error("a shard that has moved could not be saved: %s", extension.error)
-            if not extension.arrived and not extension.saved:
+            if extension.in_background and not extension.saved:
                 self._request_save()
             with self._changed:
                 extension.ended = True

@@ -28,7 +28,7 @@ from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.precision import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.embedding.reserved_rows import resized
-from pscluster.ps.server.embedding.table_policy import CountMinSketch, LatelyDropped
+from pscluster.ps.server.embedding.table_policy import CountMinSketch, RecentlyEvicted
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.files.spill import SavedBlock, Spill
@@ -151,7 +151,7 @@ class Shard:
         self.moved = False  # another server has it
         self.rows: TableRows | None = None  # of a table, once they are needed
         self.sightings: CountMinSketch | None = None  # of ids without a row, if it has to be known
-        self.dropped: LatelyDropped | None = None  # ids whose rows were
+        self.dropped: RecentlyEvicted | None = None  # ids whose rows were
         self.hand = 0  # where the next search for rows to be dropped begins
         self.arriving: threading.Event | None = None  # while another server may still serve it; set when none does
 
@@ -178,6 +178,18 @@ class Shard:
                 self.slots.setdefault(int(optimizer), {})[slot] = array
             elif kind == "average":
                 self.averages[int(rest)] = array
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop all slots and averages but these, named as in `arrays`. Needs the lock."""
+        self.gradients = None
+        self.slots = {
+            optimizer: kept
+            for optimizer, by_name in self.slots.items()
+            if (kept := {name: array for name, array in by_name.items() if f"slot/{optimizer}/{name}" in names})
+        }
+        self.averages = {
+            optimizer: array for optimizer, array in self.averages.items() if f"average/{optimizer}" in names
+        }
 
     def copy(self, optimizers: Container[int]) -> Shard:
         """Return a shard with copies of the values and of these optimizers' slots and averages. Takes the lock."""
@@ -259,7 +271,7 @@ class Shard:
         if self.moved:
             raise ShardMovedError(f"a shard of {name!r} has moved to another server")
         if self.frozen is not None:
-            raise UnavailableError(f"a shard of {name!r} is about to move to another server")
+            raise UnavailableError(f"a shard of {name!r} is about to move to another server, or to be cut")
 
     def freeze(self) -> None:
         """Have all updates refused, or wait, until `release`. Needs the lock."""

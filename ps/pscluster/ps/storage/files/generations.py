@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,12 +110,21 @@ class StateDirectory:
         for name in (_LOSSES, f"{_LOSSES}.new", _SPARE):
             (self.path / name).unlink(missing_ok=True)
 
-    def remove_unused(self, needed: Iterable[state_pb2.Manifest], logs_from: int, others: Iterable[str] = ()) -> None:
-        """Remove all but the files of these generations, log segments from generation `logs_from` on, and `others`."""
-        in_use = set(others)
+    def remove_unused(
+        self,
+        needed: Iterable[state_pb2.Manifest],
+        logs_from: int,
+        others: Callable[[], Iterable[str]] = lambda: (),
+    ) -> None:
+        """Remove all but the files of these generations, log segments from generation `logs_from` on, and `others`.
+
+        What others need is asked after the files were listed: one that is begun meanwhile is not among these.
+        """
+        files = list(self._files())
+        in_use = set(others())
         in_use |= {self._file(manifest.generation, "manifest").name for manifest in needed}
         in_use |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
-        for path, kind, generation, ending in list(self._files()):
+        for path, kind, generation, ending in files:
             if path.name in in_use or (kind == "log" and generation >= logs_from):
                 continue
             if kind == "log" and ending == "bin":
