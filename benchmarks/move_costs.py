@@ -1,4 +1,4 @@
-"""What it costs training, and readers, that shards move from one parameter server to another, or are cut otherwise.
+"""What moving shards, or resharding a variable, costs training and readers.
 
 A table of 64 float32 columns is trained by the rows of 512 random ids a function, beside a dense variable, while its
 shards move one by one from server 0 to server 1, or its rows into twice as many shards, by hash. A thread reads two of
@@ -127,8 +127,9 @@ def cut(mib: int, shards: int, durability: str, seconds: float) -> dict[str, flo
         proposed = ProposedCut(table.name, 0, 1.0, shards, 2 * shards, by_rows=True)
         with load:
             load.rate(1.0)
-            rate, before = load.rate(seconds), load.done
-            (made,) = strategy.apply(replace(strategy.plan("bytes"), moves=(), cuts=(proposed,))).cuts
+            rate, plan = load.rate(seconds), replace(strategy.plan("bytes"), moves=(), cuts=(proposed,))
+            before = load.done
+            (made,) = strategy.apply(plan).cuts
             during_it = (load.done - before) / made.seconds
             kept = during_it / statistics.mean([rate, load.rate(seconds)])
         return {"kept": kept, "seconds": made.seconds, "held": made.held_seconds}

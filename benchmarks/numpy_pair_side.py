@@ -1,4 +1,4 @@
-"""The limit of two processes: NumPy by hand in each, on half of every batch, and a socket for sums of gradients.
+"""The limit of two processes: hand-written NumPy in each, on half of every batch, and a socket for sums of gradients.
 
 numpy_pair_side.py ... Each sends its gradients to the other one, and applies Adam to the sums in full, as our programs
 do; nothing is named, checked, scheduled or retried.
@@ -23,7 +23,7 @@ os.environ.update(THREADS)  # before NumPy is loaded
 import array_models as models
 import numpy as np
 
-_BUFFER_BYTES = 4 << 20  # so that no process waits until the other one reads
+_BUFFER_BYTES = 4 << 20  # so that neither waits until the other one reads; net.core.wmem_max has to permit it
 
 
 def _connected(rank: int, where: Path) -> socket.socket:
@@ -53,7 +53,7 @@ def member(rank: int, where: Path) -> None:
     received = np.empty(sum(values[0].size for values in state), np.float32)
 
     def summed(gradients: list[Any]) -> list[Any]:
-        connection.sendmsg(gradients)
+        assert connection.sendmsg(gradients) == received.nbytes
         assert connection.recv_into(received, received.nbytes, socket.MSG_WAITALL) == received.nbytes
         start = 0
         for gradient in gradients:

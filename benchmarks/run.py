@@ -700,7 +700,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     if wanted("cost-cut-1gib"):
         mib, parts = (64, 2) if quick else (1024, 8)
         bench.cost(
-            f"{mib:,} MiB of a variable that is cut otherwise while training: the seconds for which functions wait",
+            f"{mib:,} MiB of a variable that is resharded while training: seconds for which functions wait",
             "a fifth of the time",
             "cut",
             {kind: {"mib": mib, "shards": parts, "durability": kind, "seconds": 3.0} for kind in ("none", "log")},

@@ -52,9 +52,9 @@ def command_of(name: str, folder: Path, *options: str) -> list[str]:
 
 
 def complaint(process: Process, code: int) -> str:
-    """The one line that a process wrote before it ended with that code."""
+    """The one line that a process wrote before it ended with that code, but for those that say whom it waits for."""
     assert process.wait() == code, process.output
-    lines = process.output.splitlines()
+    lines = [line for line in process.output.splitlines() if " INFO coordinator: waiting for " not in line]
     assert len(lines) == 1, process.output
     assert lines[0].startswith("pscluster: ")
     return lines[0].removeprefix("pscluster: ")

@@ -431,6 +431,7 @@ def _cases() -> list[Case]:
         FULL,
         windows=lambda a: np.lib.stride_tricks.sliding_window_view(a, (1, 2)),
         windows_of_one=lambda a: np.lib.stride_tricks.sliding_window_view(a, a.shape[1], axis=-1),
+        windows_from_the_last_axis=lambda a: np.lib.stride_tricks.sliding_window_view(a, (1, 2), axis=(-2, -1)),
         windows_twice=lambda a: np.lib.stride_tricks.sliding_window_view(a, (2, 1), axis=(1, 1)),
     )
     of(

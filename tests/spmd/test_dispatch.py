@@ -118,7 +118,7 @@ def test_what_is_not_covered_is_refused(function: Any, array: spmd.DTensor) -> N
     with pytest.raises((spmd.UnsupportedFunctionError, spmd.ShardedGatherError)) as caught:
         _called(function, array)
     if isinstance(caught.value, spmd.UnsupportedFunctionError):
-        assert f"{name_of(function)} is not there for global arrays" in str(caught.value)
+        assert f"{name_of(function)} is not available for global arrays" in str(caught.value)
         assert "Either fetch the array and call it here: " in str(caught.value)
         assert "docs/spmd.md" in str(caught.value)
 
@@ -132,8 +132,8 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
         (lambda: np.add(array, 1, out=host), "or array[...] = np.add(...).full(), which gathers it"),
         (lambda: np.add(array, 1, where=host > 0), "write result = np.where(mask, np.add(...), 0)"),
         (lambda: np.divide(1, array, out=given, where=host > 0), "np.where(mask, np.divide(...), array)"),
-        (lambda: np.sum(array, where=host > 0, out=host), "sum is not there for global arrays with out="),
-        (lambda: np.matmul(array, array.T, axes=[(0, 1)] * 3), "matmul is not there for global arrays with axes="),
+        (lambda: np.sum(array, where=host > 0, out=host), "sum is not available for global arrays with out="),
+        (lambda: np.matmul(array, array.T, axes=[(0, 1)] * 3), "matmul is not available for global arrays with axes="),
         (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
         (lambda: np.add.at(array, 0, 1), "add.at is not there"),
         (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),

@@ -86,7 +86,7 @@ class ShardedGatherError(MisuseError, ValueError):
 
 
 class UnsupportedFunctionError(MisuseError, TypeError):
-    """A function of NumPy is not there for global arrays; the message says what can be done."""
+    """A function of NumPy is not available for global arrays; the message says what can be done."""
 
 
 class PackError(MisuseError, ValueError):

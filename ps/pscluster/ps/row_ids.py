@@ -234,11 +234,11 @@ def check_missing(missing: Missing) -> bool:
 
 
 def without_rows(table: str, ids: RowIds) -> InvalidUpdateError:
-    """Return the error of a lookup of ids that have to have rows, and of which these, at least one, have none."""
-    others = f" (nor have {len(ids) - 1:,} more of the ids)" if len(ids) > 1 else ""
+    """Return the error of a strict lookup, given the ids that have no row: at least one."""
+    others = f" (nor have {len(ids) - 1:,} of the other ids)" if len(ids) > 1 else ""
     return InvalidUpdateError(
         f"table {table!r}: id {shown(ids[0])} has no row{others}: it has had no update that made one, or its row was "
-        "dropped; without missing='error' a lookup gives its initial values"
+        "dropped; without missing='error' a lookup returns its initial values"
     )
 
 

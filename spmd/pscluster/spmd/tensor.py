@@ -315,9 +315,9 @@ def _function(function: Any, name: str) -> Callable[..., Any]:
 
 
 def unsupported(name: str, why: str = "") -> UnsupportedFunctionError:
-    """Return the error of a function that is not there for global arrays, with the ways out."""
+    """Return the error of a function that is not available for global arrays, with the ways out."""
     here = "array.full()[index]" if name == "indexing" else f"np.{name.removeprefix('numpy.')}(array.full())"
     return UnsupportedFunctionError(
-        f"{name} is not there for global arrays{f' {why}' if why else ''}. Either fetch the array and call it here: "
-        f"{here}; or write it with functions that docs/spmd.md lists"
+        f"{name} is not available for global arrays{f' {why}' if why else ''}. Either fetch the array and call it here"
+        f": {here}; or write it with functions that docs/spmd.md lists"
     )

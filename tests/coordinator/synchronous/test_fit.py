@@ -104,7 +104,7 @@ def test_data_that_ends_too_early(strategy: SynchronousStrategy) -> None:
     short = strategy.distribute_datasets_from_function(lambda: range(7))
     with pytest.raises(errors.EndOfDatasetError, match="ended after 7 of 10 steps of epoch 1"):
         coordinator.fit(float, short, steps_per_epoch=10, steps_per_execution=4, verbose=0)
-    with pytest.raises(errors.EndOfDatasetError, match=r"ended after 2 of 5 steps of epoch 2\. Each epoch goes on"):
+    with pytest.raises(errors.EndOfDatasetError, match=r"ended after 2 of 5 steps of epoch 2\. An epoch continues"):
         coordinator.fit(float, short, epochs=2, steps_per_epoch=5, verbose=0)
 
 

@@ -149,7 +149,7 @@ def test_a_thread_that_a_replica_starts_must_say_whose_it_is(strategy: Synchrono
         return told[0], told[1]
 
     for at, (refusal, own) in enumerate(strategy.local_results(strategy.run(step))):
-        assert "it is unclear by which" in refusal
+        assert "it is unclear which" in refusal
         assert own == at
 
 

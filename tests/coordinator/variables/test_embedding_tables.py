@@ -503,7 +503,7 @@ def test_ids_whose_rows_were_dropped_are_named(job: Job, ids: type[Any], wire_dt
         said = f"table {table.name!r}: id {id_!r} has no row: it has had no update"
         assert said in said_of(two, three, id_)
         assert said in job.coordinator.schedule(said_of, args=(two, three, id_)).fetch()
-    with pytest.raises(InvalidUpdateError, match=r"has no row \(nor have 1 more of the ids\)"):
+    with pytest.raises(InvalidUpdateError, match=r"has no row \(nor have 1 of the other ids\)"):
         look(never, one, never)
     with pytest.raises(MisuseError, match="missing is 'zeros'; it must be 'initial' or 'error'"):
         table.lookup([one], missing="zeros")  # type: ignore[arg-type]

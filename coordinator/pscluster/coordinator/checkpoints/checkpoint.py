@@ -60,7 +60,7 @@ from pscluster.worker.features.layer import Layer
 logger = logging.getLogger(__name__)
 
 _MARKS = 3
-"""Attempts to have all servers mark their shards, of which some may die meanwhile: nothing is written yet."""
+"""Attempts to have all servers mark their shards: one may die during an attempt, and nothing is written yet."""
 
 BARRIER_SECONDS = 60.0
 
@@ -109,7 +109,7 @@ class Checkpoint(StaysHere):
                 except UnavailableError as error:
                     if isinstance(error, PSUnavailableError):  # it has been waited for, or lost its state
                         raise
-                    logger.warning("a checkpoint is begun again: %s", error)
+                    logger.warning("starting the checkpoint over: %s", error)
             return self._mark(checkpoint_number)
         except BaseException:
             self.context.metrics.checkpoints_failed += 1

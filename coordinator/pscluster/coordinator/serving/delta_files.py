@@ -101,7 +101,7 @@ class Changes:
     count: int
     ids: Callable[[], Iterator[RowIds]]  # rising, not all at once
     take: Callable[[RowIds], Array]  # their rows
-    has: Callable[[RowIds], Mask]  # which of them there are; the others were dropped
+    has: Callable[[RowIds], Mask]  # which of them have rows; the others were dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class LoadedDelta:
     header: Header
     ids: RowIds  # [n], rising
     rows: Array  # [n, ...]
-    dropped: Mask  # [n], which were, and have their initial values
+    dropped: Mask  # [n], which rows were dropped: they have initial values
 
     @staticmethod
     def of(path: str | Path, header: Header, ids: RowIds, rows: Array, dropped: Mask) -> LoadedDelta:

@@ -94,12 +94,13 @@ def export_delta(
 
 
 def _numbered(directory: str, number: int) -> str:
-    """Return the path of a checkpoint in a directory. CheckpointError, which says which there are, if it is none."""
+    """Return the path of a checkpoint in a directory. CheckpointError, which lists those that exist, if it is none."""
     if number not in (there := numbers(directory, whole=True)):
-        which = f"{there[0]} to {there[-1]}" if len(there) > 1 else str(there[0]) if there else "none"
+        which = ", ".join(map(str, there[-8:])) or "none"
         raise CheckpointError(
-            f"{directory} has no checkpoint {number} (any more); it has {which}: export since one of these, or open "
-            "the newest with refresh() where the table is served, and keep more (CheckpointManager(max_to_keep=))"
+            f"{directory} no longer has checkpoint {number}, or never had it; it has {which}: "
+            f"{'export since one of these, or ' if there else ''}open the newest with refresh() where the table is "
+            "served, and keep more (CheckpointManager(max_to_keep=))"
         )
     return path_of(directory, number)
 

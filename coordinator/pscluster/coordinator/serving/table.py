@@ -67,8 +67,8 @@ class _State:
     def changed(self, loaded: LoadedDelta) -> _State:
         """Return the state with a delta's rows in place of those that were.
 
-        Without those that were dropped, and that the base has not either: they have their initial values there, too,
-        and would become ever more.
+        Leaves out rows that were dropped and that the base lacks, too: it gives their initial values anyway, and they
+        would pile up.
         """
         kept, needed = ~np.isin(self.ids, loaded.ids), ~loaded.dropped
         needed[loaded.dropped] = self.base.has(loaded.ids[loaded.dropped])

@@ -136,17 +136,18 @@ def refuse_out(name: str, kwargs: dict[str, Any]) -> None:
     if where is not True and where is not np._NoValue:
         otherwise = "array" if given else "0"
         raise UnsupportedFunctionError(
-            f"{name} is not there for global arrays with where=, which leaves elements of out= as they are, and arrays "
-            f"do not change: write result = np.where(mask, np.{name}(...), {otherwise})"
+            f"{name} is not available for global arrays with where=, which leaves elements of out= as they are, and "
+            f"arrays do not change: write result = np.where(mask, np.{name}(...), {otherwise})"
         )
     if any(isinstance(array, np.ndarray) for array in given):
         raise UnsupportedFunctionError(
-            f"{name} is not there for global arrays with out= (or, as in array += b, in place) an array of NumPy's: "
-            f"write array = np.{name}(...), a global array, or array[...] = np.{name}(...).full(), which gathers it"
+            f"{name} is not available for global arrays with out= (or, as in array += b, in place) an array of NumPy's"
+            f": write array = np.{name}(...), a global array, or array[...] = np.{name}(...).full(), which gathers it"
         )
     if given:
         raise UnsupportedFunctionError(
-            f"{name} is not there for global arrays with out=, since arrays do not change: write array = np.{name}(...)"
+            f"{name} is not available for global arrays with out=, since arrays do not change: write "
+            f"array = np.{name}(...)"
         )
 
 

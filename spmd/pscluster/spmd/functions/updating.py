@@ -26,10 +26,11 @@ class At:
 
 
 class Elements:
-    """Elements of an array, by an index as NumPy's: each method returns the array with these changed.
+    """Elements of an array, by an index like NumPy's: each method returns the array with these changed.
 
-    The result lies as the array does. If an index names an element twice, the last value is set, and all are added. The
-    index may also be a mask that is a global array; then there is one value, or one row, for all elements.
+    The result has the array's layout. If an index names an element twice, `set` keeps the last value; the others apply
+    every one. The index may also be a mask that is a global array; then there is one value, or one row, for all
+    elements.
     """
 
     __slots__ = ("_array", "_index")
@@ -54,11 +55,11 @@ class Elements:
         return self._updated("multiply", value)
 
     def min(self, value: Any) -> Any:
-        """Return the array with the elements where they are smaller than a value, and else this."""
+        """Return the array with each element replaced by the smaller of it and a value: `numpy.minimum.at`."""
         return self._updated("minimum", value)
 
     def max(self, value: Any) -> Any:
-        """Return the array with the elements where they are larger than a value, and else this."""
+        """Return the array with each element replaced by the larger of it and a value: `numpy.maximum.at`."""
         return self._updated("maximum", value)
 
     def _updated(self, kind: str, value: Any) -> Any:
@@ -66,10 +67,16 @@ class Elements:
         values: Any = value if is_scalar(value) else as_tensor(value, array.mesh)
         if np.iscomplexobj(values) and array.dtype.kind != "c":
             raise TypeError(f"elements of type {array.dtype} can't be complex: convert the array with astype()")
-        # Numbers that the type can't hold raise OverflowError, as in NumPy.
-        values = (
-            as_tensor(np.full((), value, array.dtype), array.mesh) if is_scalar(value) else values.astype(array.dtype)
-        )
+        if kind != "set" and array.dtype.kind in "biu" and np.result_type(getattr(values, "dtype", values)).kind == "f":
+            raise TypeError(
+                f"at[].{kind}() of floats on elements of type {array.dtype}: convert the array with astype()"
+            )
+        if is_scalar(value):
+            number = np.empty((), array.dtype)
+            number[...] = value  # or NumPy's errors for what the type can't hold
+            values = as_tensor(number, array.mesh)
+        else:
+            values = values.astype(array.dtype)
         if isinstance(self._index, DTensor) and self._index.dtype.kind == "b":
             return self._masked(kind, values)
         labels, shape, arrays, of_arrays, index = picked(array, self._index)
@@ -95,8 +102,10 @@ class Elements:
                 f"at[mask] takes one value for all elements, of at most {rest} axes, not values of shape "
                 f"{values.shape}, since how many elements there are is not known: write np.where(mask, values, array)"
             )
+        values = xp.broadcast_to(values, array.shape[mask.ndim :])
         new = values if kind == "set" else getattr(xp, kind)(array, values)
-        return xp.where(xp.reshape(mask, mask.shape + (1,) * rest), new, array)
+        made = xp.where(xp.reshape(mask, mask.shape + (1,) * rest), new, array)
+        return made.relayout(array.layout)
 
 
 FUNCTIONS["at"] = At

@@ -17,16 +17,16 @@ def sliding_window_view(
 ) -> Any:
     """See `numpy.lib.stride_tricks.sliding_window_view`; the windows are copies."""
     del subok, writeable
-    lengths = tuple(window_shape) if isinstance(window_shape, tuple | list) else (window_shape,)
-    axes = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    lengths = tuple(np.atleast_1d(window_shape).tolist())
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    axes = [normal_axis(one, x.ndim) for one in given]
     if len(axes) != len(lengths):
         raise ValueError(f"window_shape has {len(lengths)} entries, for {len(axes)} axes")
     if any(length < 0 for length in lengths):
         raise ValueError("`window_shape` cannot contain negative values")  # NumPy's words
     if 0 in lengths:
         raise unsupported("numpy.lib.stride_tricks.sliding_window_view", "with windows of no elements")
-    for one, length in zip(axes, lengths, strict=True):
-        at = normal_axis(one, x.ndim)
+    for at, length in zip(axes, lengths, strict=True):
         count = x.shape[at] - length + 1
         if count < 1:
             raise ValueError("window shape cannot be larger than input array shape")  # NumPy's words
@@ -44,13 +44,13 @@ def convolve(a: Any, v: Any, mode: str = "full") -> Any:
     if len(array) < len(weights):
         array, weights = weights, array
     if array.ndim != 1 or weights.ndim != 1 or not len(weights):
-        raise ValueError("convolve: a and v are not empty, and have one axis each")
+        raise ValueError("convolve: a and v must be one-dimensional, and not empty")
     if mode not in ("full", "same", "valid"):
         raise ValueError(f"mode must be one of 'valid', 'same', or 'full' (got {mode!r})")  # NumPy's words
     more = len(weights) - 1
     widths = {"full": (more, more), "same": (more - more // 2, more // 2), "valid": (0, 0)}[mode]
-    of = np.result_type(array.dtype, weights.dtype)
-    return sliding_window_view(xp.pad(array.astype(of), widths), more + 1) @ weights[::-1].astype(of)
+    dtype = np.result_type(array.dtype, weights.dtype)
+    return sliding_window_view(xp.pad(array.astype(dtype), widths), more + 1) @ weights[::-1].astype(dtype)
 
 
 @implements(np.correlate)

@@ -25,6 +25,8 @@ from pscluster.spmd.tracing.trace import Step, check_is_function, is_tracing, re
 from pscluster.spmd.variables.variable import DVariable
 from pscluster.worker.programs.program import ArrayType
 
+logger = logging.getLogger(__name__)
+
 Params = ParamSpec("Params")
 Returned = TypeVar("Returned")
 Known = TypeVar("Known")
@@ -32,11 +34,8 @@ Known = TypeVar("Known")
 MAX_TRACES = 64
 """Of one function, for arguments of different shapes, types, layouts and values: the oldest one is dropped."""
 
-
 MANY_TRACES = 16
-"""After as many the log says how there would be fewer."""
-
-logger = logging.getLogger(__name__)
+"""After this many, the log says once how to have fewer."""
 
 
 class _Slot:

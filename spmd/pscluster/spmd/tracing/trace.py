@@ -214,6 +214,11 @@ def is_tracing() -> bool:
     return _trace.get() is not None
 
 
+def _set_fields(value: Any) -> list[str]:
+    """Return the names of a dataclass' fields that have values."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
 def rebuilt(value: Any, leaf: Callable[..., Any], name: str | None = None) -> Any:
     """Return nested lists, tuples, dicts and dataclasses with each leaf replaced, in order.
 
@@ -235,9 +240,9 @@ def rebuilt(value: Any, leaf: Callable[..., Any], name: str | None = None) -> An
         return type(value)(of(item, at) for at, item in enumerate(value))
     if hasattr(type(value), "__dataclass_fields__"):
         made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            path = None if name is None else f"{name}.{field.name}"
-            object.__setattr__(made, field.name, rebuilt(getattr(value, field.name), leaf, path))  # it may be frozen
+        for field in _set_fields(value):
+            path = None if name is None else f"{name}.{field}"
+            object.__setattr__(made, field, rebuilt(getattr(value, field), leaf, path))  # it may be frozen
         return made
     return leaf(value) if name is None else leaf(value, name)
 
@@ -249,7 +254,7 @@ def structure_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value), *map(structure_of, value)
     if hasattr(type(value), "__dataclass_fields__"):
-        return type(value), *(structure_of(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return type(value), *(structure_of(getattr(value, field)) for field in _set_fields(value))
     return None
 
 

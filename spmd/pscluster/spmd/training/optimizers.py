@@ -53,7 +53,9 @@ class Optimizer:
         if not isinstance(mesh, Mesh):
             raise MisuseError(f"mesh is {type_of(mesh)}; give the mesh of the variables")
         if common.get("nonfinite", "apply") != "apply":
-            raise MisuseError("nonfinite= is not there for global arrays: look at np.isfinite(gradient).all() yourself")
+            raise MisuseError(
+                "nonfinite= is not available for global arrays: look at np.isfinite(gradient).all() yourself"
+            )
         self.mesh = mesh
         executor = session_of(mesh).executor
         if isinstance(executor, Workers):

@@ -1,1 +1,1 @@
-"""Where shards are, how variables are cut, and how that is changed."""
+"""Where shards are, how variables are cut, and how both change."""

@@ -20,7 +20,7 @@ from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.numbers.unique import sorted_unique, without
 from pscluster.ps.row_ids import RowIds, are_strings, shown
 from pscluster.ps.server.embedding import table_policy
-from pscluster.ps.server.embedding.table_policy import CountMinSketch, LatelyDropped
+from pscluster.ps.server.embedding.table_policy import CountMinSketch, RecentlyEvicted
 from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.server.embedding.tables import rows_of, space_of
 from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
@@ -168,10 +168,11 @@ def carry_out(
         rows.set_uses(used, table_policy.uses(rows.uses(used), changes.now))
     held.metrics.rows_made += len(changes.made)
     if shard.dropped is not None and len(changes.made):
-        held.metrics.rows_made_again += shard.dropped.count(changes.made)
+        made_again = shard.dropped.count(changes.made)
+        held.metrics.rows_made_again += made_again
     if len(changes.evicted):
         held.metrics.rows_evicted += len(changes.evicted)
-        shard.dropped = shard.dropped or LatelyDropped()
+        shard.dropped = shard.dropped or RecentlyEvicted()
         shard.dropped.add(changes.evicted)
     # As our clients send them. Strings are not compared: that takes longer than what it may save.
     distinct = not are_strings(ids) and bool(np.count_nonzero(ids[1:] > ids[:-1]) >= len(ids) - 1)

@@ -91,8 +91,8 @@ class CountMinSketch:
         self.added = added
 
 
-class LatelyDropped:
-    """Ids whose rows were dropped lately, in memory of a fixed size: a later one may take an earlier one's place."""
+class RecentlyEvicted:
+    """Ids whose rows were evicted recently, in memory of a fixed size: a later one may overwrite an earlier one."""
 
     def __init__(self) -> None:
         self._hashes = ~np.arange(_DROPPED, dtype=np.uint64)  # none that belongs in its place
@@ -102,7 +102,7 @@ class LatelyDropped:
         self._hashes[hashes % np.uint64(_DROPPED)] = hashes
 
     def count(self, ids: RowIds) -> int:
-        """Return how many of these ids there are, or fewer."""
+        """Return how many of these ids it remembers: a lower bound."""
         hashes = mixed(numbers_of(ids))
         return int(np.count_nonzero(self._hashes[hashes % np.uint64(_DROPPED)] == hashes))
 

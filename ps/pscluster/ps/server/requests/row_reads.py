@@ -1,6 +1,6 @@
 """Reads of rows of matrices as they are: the most frequent ones, all of whose rows are gathered into one buffer.
 
-What else there is to read, and whatever is wrong, takes the long way in `reads`, which also knows the errors.
+All other reads, and invalid ones, go through `reads`, which raises the errors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowsRead(NamedTuple):
 def rows_of(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> tuple[list[RowsRead], int] | None:
     """Return what the items of a read read, and the bytes of the reply; None if any is not one of plain rows.
 
-    `ids_bytes`: how many row numbers came. StaleError for another job's read, and as `Store.find`.
+    `ids_bytes`: the bytes of row numbers that came. StaleError for another job's read, and as `Store.find`.
     """
     store.check_job(request.job)
     reads, ids_at, values_at = list[RowsRead](), 0, 0

@@ -18,7 +18,8 @@ from tests.waiting import TIMEOUT, until
 from pscluster import spmd
 from pscluster.core.context import current_function
 from pscluster.core.errors import CancelledError
-from pscluster.spmd import Layout, session
+from pscluster.spmd import Layout
+from pscluster.spmd.execution import session
 from pscluster.spmd.meshes import session_of
 
 ROWS = np.arange(8.0).reshape(2, 4)
