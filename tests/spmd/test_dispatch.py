@@ -135,13 +135,13 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
         (lambda: np.sum(array, where=host > 0, out=host), "sum is not available for global arrays with out="),
         (lambda: np.matmul(array, array.T, axes=[(0, 1)] * 3), "matmul is not available for global arrays with axes="),
         (lambda: np.fft.fft(array), "np.fft.fft(array.full())"),
-        (lambda: np.add.at(array, 0, 1), "add.at is not there"),
-        (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),
+        (lambda: np.add.at(array, 0, 1), "add.at is not available"),
+        (lambda: np.add.reduceat(array, [0]), "add.reduceat is not available"),
         (lambda: np.subtract.reduce(array), "np.subtract.reduce(array.full())"),
-        (lambda: np.subtract.accumulate(array), "subtract.accumulate is not there"),
+        (lambda: np.subtract.accumulate(array), "subtract.accumulate is not available"),
         (lambda: np.where(array > 1), "the shape of its result depends on values"),
         (lambda: array[array > 1], "the shape of the result depends on values"),
-        (lambda: np.isnat(array), "isnat is not there"),
+        (lambda: np.isnat(array), "isnat is not available"),
     ]
     for call, message in calls:
         with pytest.raises(spmd.UnsupportedFunctionError, match=re.escape(message)):
@@ -150,6 +150,16 @@ def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> N
         host += array
     with pytest.raises(MisuseError, match="takes one value for all elements, of at most 1 axes"):
         given.at[given[:, 0] > 1].set(host)
+    for values in (np.ones(3), np.ones((1, 5))):  # which would make the array larger, or have too many axes
+        with pytest.raises((ValueError, MisuseError)):
+            given[:, :1].at[given[:, 0] > 1].set(values)
+    sharded = given.relayout([None, "x"])
+    assert sharded.at[given[:, 0] > 1].set(0.0).layout == sharded.layout
+    counts: Any = array.astype(np.int64)
+    with pytest.raises(TypeError, match=r"at\[\].add\(\) of floats on elements of type int64: convert the array"):
+        counts.at[0].add(0.5)
+    with pytest.raises(ValueError, match="cannot convert float NaN"):
+        counts.at[0].set(np.nan)
     narrow: Any = array.astype(np.uint8)
     for error, value in ((OverflowError, 300), (TypeError, 1j), (ValueError, [1, 2]), (TypeError, array * 1j)):
         with pytest.raises(error):

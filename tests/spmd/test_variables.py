@@ -254,7 +254,7 @@ def test_gradients_that_are_refused(line: spmd.Mesh) -> None:
     other = DVariable(g, Layout(["z"], spmd.create_mesh({"z": 2})))
     with pytest.raises(spmd.LayoutError, match="make another optimizer"):
         optimizer.apply_gradients([(g, other)])
-    with pytest.raises(MisuseError, match="nonfinite= is not there"):
+    with pytest.raises(MisuseError, match="nonfinite= is not available"):
         optimizers.SGD(mesh=line, nonfinite="skip")
     assert v.full().tolist() == [1] * 6
 
