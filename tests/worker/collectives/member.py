@@ -47,6 +47,7 @@ def main() -> None:
     members = json.loads(sys.stdin.readline())
     result = as_member(host, gang_of(members, rank), globals()[step])
     print(json.dumps(result), flush=True)
+    sys.stdin.readline()  # the others may not have received yet what this one has sent last
     host.close()
 
 
