@@ -194,7 +194,7 @@ class Resharding:
             self._check_under_way(store, request)  # else it would stay frozen after a cut that was given up meanwhile
             is_tracked = shard.pages is not None and shard.pages.move == request.id
             if not is_tracked and not held.spec.HasField("table"):
-                raise StaleError("it was not noted what changes in this shard: the cut was given up")
+                raise StaleError("the changes of this shard were not tracked: the cut was given up")
             shard.freeze()
             state = reply.state
             state.arrays.extend(shard.arrays())

@@ -35,7 +35,7 @@ class Extension:
 
     store: Store
     arrived: Mapping[tuple[int, int], tuple[Shard, ShardFile]] = field(default_factory=dict)  # by variable and shard
-    in_background: bool = False  # nobody waits for it
+    in_background: bool = False  # no request waits for it
     ended: bool = False
     saved: bool = False  # False, without an error: a whole generation is needed
     error: str = ""

@@ -292,7 +292,7 @@ class Gangs(Generic[P]):
 
     @staticmethod
     def _goes_second(gang: Gang[P]) -> bool:
-        """Return whether another one goes back in line before this one does, so that it is behind it there."""
+        """Return whether another one goes back in line before this one does, and so comes after it there."""
         follower = gang.follower
         return follower is not None and follower.state is GangState.ENDING and not (gang.is_over or follower.is_over)
 
