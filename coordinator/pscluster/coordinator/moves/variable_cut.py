@@ -56,6 +56,7 @@ class VariableCopy:
         self.traffic = 0.0  # of the old shards, before they were read to be copied
         self._client, self._steps, self._old, self._owners = client, steps, old, list(final.owners)
         self._before, self._after = partition_of(old), partition_of(final)
+        self._row_elements = math.prod(old.shape[1:])
         self._names: list[list[str]] = []  # the arrays of each old shard
         self._is_left = np.ones(old.shape[0], np.bool_)  # by row: whether it is to be copied
 
@@ -102,17 +103,16 @@ class VariableCopy:
         return {name: _beside(old, name) for name in self._arrays}
 
     def _row_bytes(self) -> int:
-        return math.prod(self._old.shape[1:]) * sum(source.dtype.itemsize for source in self._sources().values())
+        return self._row_elements * sum(source.dtype.itemsize for source in self._sources().values())
 
     def _copy(self, rate: float) -> None:
         """Copy the rows that are left, at most this many bytes a second."""
-        row_elements = math.prod(self._old.shape[1:])
 
         def fill(block: _Block) -> int:
             begin, nbytes = time.monotonic(), block.values.nbytes
             server, (first, last) = self._owners[block.shard], block.rows[[0, -1]].tolist()
             if last - first == len(block.rows) - 1:
-                start, itemsize = first * row_elements, block.values.itemsize
+                start, itemsize = first * self._row_elements, block.values.itemsize
                 self._steps.fill(server, block.shard, block.array, start, view(block.values), itemsize)
             else:
                 self._steps.fill_rows(server, block.shard, block.array, block.rows, view(block.values))
@@ -123,12 +123,12 @@ class VariableCopy:
         self._is_left[:] = False
 
     def _blocks(self) -> Iterator[_Block]:
-        sources, row_elements = self._sources(), math.prod(self._old.shape[1:])
+        sources = self._sources()
         for shard in range(len(self._owners)):
             ids = self._after.row_ids(shard)
             rows = np.flatnonzero(self._is_left[ids])
             for name, source in sources.items():
-                most = max(MOVE_BYTES // max(row_elements * source.dtype.itemsize, 1), 1)
+                most = max(MOVE_BYTES // max(self._row_elements * source.dtype.itemsize, 1), 1)
                 if len(rows) < len(ids):  # else they follow each other, and need no numbers
                     most = min(most, MAX_ROWS)
                 for first, last in pieces(0, len(rows), most):

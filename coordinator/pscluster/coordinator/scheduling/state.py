@@ -299,10 +299,10 @@ class DispatchState:
 
         self.on_loop(lambda: self.in_background(ask_back()))
 
-    def recall_all(self, *, cancel_running: bool = True) -> None:
+    def recall_all(self) -> None:
         """Recall all tasks from all workers. Under the lock, from any thread."""
         for index in range(len(self.workers)):
-            self.recall(index, cancel_running=cancel_running)
+            self.recall(index)
 
     def steal_soon(self, index: int) -> asyncio.TimerHandle:
         """Schedule `steal` for an idle worker; to be cancelled if it gets a task before."""

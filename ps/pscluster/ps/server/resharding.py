@@ -192,8 +192,8 @@ class Resharding:
         reply = ps_pb2.MoveReply()
         with shard.lock:
             self._check_under_way(store, request)  # else it would stay frozen after a cut that was given up meanwhile
-            is_tracked = shard.pages is not None and shard.pages.move == request.id
-            if not is_tracked and not held.spec.HasField("table"):
+            pages = shard.pages if shard.pages is not None and shard.pages.move == request.id else None
+            if pages is None and not held.spec.HasField("table"):
                 raise StaleError("the changes of this shard were not tracked: the cut was given up")
             shard.freeze()
             state = reply.state
@@ -202,8 +202,8 @@ class Resharding:
             state.steps.update(shard.steps)
             if held.spec.HasField("table"):
                 state.rows, state.seen = len(shard.array), table_resharding.seen(held, shard)
-            if shard.pages is not None and shard.pages.move == request.id:
-                reply.changed = np.packbits(shard.pages.take(list(state.arrays), request.round)).tobytes()
+            if pages is not None:
+                reply.changed = np.packbits(pages.take(list(state.arrays), request.round)).tobytes()
             with store.ledger() as ledger:
                 named = ledger.named(known.old, request.shard)
                 state.term = ledger.term
@@ -240,21 +240,8 @@ class Resharding:
             if request.rows:
                 _fill_rows(shard, array, request.rows, payload)
             else:
-                self._fill_span(shard, array, request.start, payload)
+                _fill_span(shard, array, request.start, payload)
         reach("ps.fill.after")
-
-    @staticmethod
-    def _fill_span(shard: Shard, array: Array, start: int, payload: memoryview) -> None:
-        """Set elements of a new shard's array from `start` on. ProtocolError if it has not as many."""
-        count, rest = divmod(len(payload), array.itemsize)
-        if rest or start + count > array.size or len(payload) > MOVE_BYTES:
-            raise ProtocolError(f"{len(payload):,} bytes from element {start:,} of a shard of {array.size:,} elements")
-        if shard.row_limit:
-            shard.before_rows_change(np.arange(start, start + count, array.shape[1]) // array.shape[1])
-        else:
-            shard.before_span_changes(start, start + count)
-        shard.changes += 1
-        array.reshape(-1)[start : start + count] = np.frombuffer(payload, array.dtype)
 
     def _settle(self, store: Store, request: ps_pb2.MoveRequest) -> None:
         held, shard = self._new_shard(store, request)
@@ -345,6 +332,19 @@ def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_p
     if old.HasField("row_order"):
         same.row_order.CopyFrom(old.row_order)
     return same
+
+
+def _fill_span(shard: Shard, array: Array, start: int, payload: memoryview) -> None:
+    """Set elements of a new shard's array from `start` on. ProtocolError if it has not as many."""
+    count, rest = divmod(len(payload), array.itemsize)
+    if rest or start + count > array.size or len(payload) > MOVE_BYTES:
+        raise ProtocolError(f"{len(payload):,} bytes from element {start:,} of a shard of {array.size:,} elements")
+    if shard.row_limit:
+        shard.before_rows_change(np.arange(start, start + count, array.shape[1]) // array.shape[1])
+    else:
+        shard.before_span_changes(start, start + count)
+    shard.changes += 1
+    array.reshape(-1)[start : start + count] = np.frombuffer(payload, array.dtype)
 
 
 def _fill_rows(shard: Shard, array: Array, numbers: bytes, payload: memoryview) -> None:

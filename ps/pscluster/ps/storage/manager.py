@@ -309,10 +309,11 @@ class StateManager(StateSaver):
 
         PsClusterError if it can't be saved. `arrived`: by variable and shard, with their files.
         """
-        files = {name: (shard, file) for name, (shard, file) in (arrived or {}).items() if file is not None}
+        arrived = arrived or {}
+        files = {name: (shard, file) for name, (shard, file) in arrived.items() if file is not None}
         extension = Extension(store, files)
         with self._changed:
-            if self._directory is not None and len(files) == len(arrived or {}):
+            if self._directory is not None and len(files) == len(arrived):
                 self._extensions.append(extension)
                 self._changed.notify_all()
                 while not extension.ended:

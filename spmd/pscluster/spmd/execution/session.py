@@ -17,8 +17,8 @@ programs that have failed, and those that were recorded when it was raised, rais
 used. What a worker held when it died is lost as well; that is found by the program that uses it next.
 
 A program may begin on one worker while the one before still runs on others, and that one may have to run again. So
-arrays that it reads are not forgotten with the next program, but with the one after that. If they are large they are;
-then that program waits until the one before has ended.
+arrays that it reads are forgotten with the program after the next, unless they are large: then the next one forgets
+them, and waits until the one before has ended.
 
 Two locks, taken in this order: one is held while a program is sent, so that programs are sent in the order in which
 they were recorded; the other guards what is recorded, and is never held for long. An operation that finds a program

@@ -166,11 +166,16 @@ def test_a_program_that_must_wait_is_not_sent_ahead() -> None:
     assert sent(scheduler, second) == [0, 1]
 
 
-def run_on(scheduler: Scheduler[str], first: Gang[str], second: Gang[str]) -> None:
-    """Place a program and one ahead; the first has returned on worker 0, where the second has begun."""
-    for gang in (first, second):
+def send(scheduler: Scheduler[str], *gangs: Gang[str]) -> None:
+    """Schedule, place and send gangs, one after the other."""
+    for gang in gangs:
         scheduler.add_gang(gang)
         sent(scheduler, gang)
+
+
+def run_on(scheduler: Scheduler[str], first: Gang[str], second: Gang[str]) -> None:
+    """Place a program and one ahead; the first has returned on worker 0, where the second has begun."""
+    send(scheduler, first, second)
     scheduler.finish(0, first.members[0].id, 1.0)
     assert scheduler.settle_gangs() == ([], [])
 
@@ -283,10 +288,7 @@ def test_gangs_of_one_run_again_in_their_order_after_a_death_which_is_the_first_
 def test_a_gang_of_one_that_fails_has_the_next_one_run_again() -> None:
     scheduler = cluster(0)
     first, second = alone(100), alone(200)
-    scheduler.add_gang(first)
-    scheduler.add_gang(second)
-    sent(scheduler, first)
-    sent(scheduler, second)
+    send(scheduler, first, second)
     assert second.members[0].follows == first.members[0].id
     scheduler.fail(0, first.members[0], ValueError("no"))
     left_behind, over = scheduler.settle_gangs()
@@ -303,10 +305,7 @@ def test_gangs_of_one_that_a_worker_gives_back_one_by_one_keep_their_order() -> 
     """It is leaving, and has begun neither."""
     scheduler = cluster(0)
     first, second = alone(100), alone(200)
-    scheduler.add_gang(first)
-    scheduler.add_gang(second)
-    sent(scheduler, first)
-    sent(scheduler, second)
+    send(scheduler, first, second)
     scheduler.give_back(0, [first.members[0].id])
     left_behind, _ = scheduler.settle_gangs()
     assert second.state is GangState.ENDING

@@ -13,6 +13,10 @@ and restored with them (`TableEviction`).
 May be lost: what has been seen of ids that have no row. It goes with the process, and when the shard moves or is
 restored; those ids are admitted later. If the table is cut into other shards it goes along (`CountMinSketch.take`). A
 shard that has no updates drops nothing, however old its rows are.
+
+Work is bounded by the update's: it looks at a window of rows, which goes round the shard, and drops what it finds. So
+a row that has expired may stay until the window is there, and of more rows than one window has, the one that goes is
+the least used of those. All of a shard is looked at only where it is full, and what makes room there is age or norm.
 """
 
 from __future__ import annotations
