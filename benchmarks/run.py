@@ -40,6 +40,7 @@ from report import Cost, Report, Results, write
 OURS, TENSORFLOW, RAY, TORCH, DASK, GLOO = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask", "torch gloo"
 NUMPY, NUMPY_2, DTENSOR, DASK_ARRAY = "NumPy", "NumPy, two threads", "torch DTensor", "dask.array"
 ALONE, ALONE_2 = "torch, one process", "torch, one process of two threads"
+ALONE_PAIR = "torch, two processes that share nothing"  # the limit of two workers
 TENSORFLOW_TABLES, TORCHREC = "TensorFlow, without Keras", "TorchRec"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
 NUMPY_PAIR = "NumPy by hand, two processes"
@@ -62,6 +63,7 @@ PEERS_SCRIPTS = {  # and what has to be installed for them
     DASK_ARRAY: ("dask_array_side.py", "dask"),
     ALONE: ("torch_side.py", "torch"),
     ALONE_2: ("torch_side.py --threads=2", "torch"),
+    ALONE_PAIR: ("torch_side.py --processes=2", "torch"),
     TENSORFLOW_TABLES: ("tensorflow_recommender_side.py", "tensorflow"),
     TORCHREC: ("torchrec_side.py", "torchrec"),
 }
@@ -316,7 +318,7 @@ def _synchronous_rows(workers: int) -> list[Row]:
 
 
 _RECOMMENDERS = (  # tables, their rows, steps, and who takes them beside each other
-    (8, 100_000, 200, (ALONE, ALONE_2, TENSORFLOW_TABLES, TORCHREC)),
+    (8, 100_000, 200, (ALONE, ALONE_2, ALONE_PAIR, TENSORFLOW_TABLES, TORCHREC)),
     (26, 1_000_000, 80, (ALONE,)),  # 7 GB of tables and slots on each side: so not more than one at a time
     (26, 1_000_000, 80, (TENSORFLOW_TABLES,)),
     (26, 1_000_000, 80, (TORCHREC,)),
@@ -370,7 +372,7 @@ def _array_rows() -> list[Row]:
             "the same on two devices of one worker",
             "steps/s",
             "train",
-            {OURS: 400, NUMPY: 400},
+            {OURS: 400, NUMPY: 400, NUMPY_2: 400},
             (((NUMPY,), 1.4),),
             _rate(1),
             {"at_once": 10, "on_one": True},
