@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.fakes import FakeCall
 
+from pscluster.coordinator.queue.cluster_coordinator import DEFAULTS
 from pscluster.core import limits
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.ids import VERSION, check_version
@@ -85,7 +86,10 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ps().finish_functions(ps_pb2.FinishFunctionsRequest(job=JOB, starts=MANY, stops=MANY), context()),
         "32,769 intervals of functions in one request; the limit is 32,768: send several",
     ),
-    "intervals at an attachment": (lambda: attach(finished_starts=MANY, finished_stops=MANY), "32,769 intervals"),
+    "intervals at an attachment": (
+        lambda: attach(finished_starts=bytes(limits.MAX_ENDED + 1), finished_stops=bytes(limits.MAX_ENDED + 1)),
+        "1,048,577 intervals",
+    ),
     "half an interval": (lambda: attach(finished_starts=[1]), "a stop for each start"),
     "a wait": (lambda: attach(ps_timeout=math.nan), "ps_timeout is nan s"),
     "a wait without end": (lambda: attach(ps_timeout=math.inf), "ps_timeout is inf s"),
@@ -114,6 +118,14 @@ def test_too_much(case: str) -> None:
     call, message = TOO_MUCH[case]
     with pytest.raises(ProtocolError, match=message):
         call()
+
+
+def test_a_server_learns_of_all_functions_that_have_ended() -> None:
+    """When it is taken, in one request: as many intervals as a full queue leaves if every other function has ended."""
+    starts = range(1, 2 * int(DEFAULTS["max_queued"]) + 2, 2)
+    attach(finished_starts=starts, finished_stops=[start + 1 for start in starts])
+    bytes_each = node_pb2.AttachRequest(finished_starts=[1 << 34], finished_stops=[1 << 34]).ByteSize() - 4
+    assert bytes_each * limits.MAX_ENDED < limits.MAX_CONTROL_BYTES
 
 
 def test_a_request_that_is_no_frame() -> None:

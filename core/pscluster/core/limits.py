@@ -25,6 +25,9 @@ MAX_PICKLE_BYTES = 1 << 30  # of a function or class by value
 # Of rows by number in one item of a read: they are copied before they are sent. Clients split larger reads.
 MAX_ROWS_BYTES = 64 << 20
 MAX_COUNT = 1 << 15  # of intervals of functions, and of arrays beside a message, in one request
+# Of intervals of functions that have ended, when a server is taken: it must know all of them before it serves. There
+# may be one for each function that is queued, if others that were scheduled between these have ended.
+MAX_ENDED = 1 << 20
 # Of an error's text, in UTF-8. It travels as metadata: three times this is well below gRPC's 8 KiB.
 MAX_ERROR_BYTES = 2400
 MAX_STREAMS = 1024  # concurrent calls on one connection. More wait at the client

@@ -27,7 +27,7 @@ import grpc
 from pscluster.core.errors import BusyError, ProtocolError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import check_version
-from pscluster.core.limits import MAX_COUNT, check_count, check_name, one_line
+from pscluster.core.limits import MAX_COUNT, MAX_ENDED, check_count, check_name, one_line
 from pscluster.core.metrics.registry import resident_bytes
 from pscluster.v1 import node_pb2
 
@@ -317,7 +317,7 @@ def _check(request: node_pb2.AttachRequest) -> None:
     check_count(len(request.moved_servers), MAX_COUNT, "parameter servers that have moved")
     check_count(len(request.placed), MAX_COUNT, "variables that have moved")
     check_count(len(request.frozen) + len(request.arriving), MAX_COUNT, "shards that move")
-    check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
+    check_count(len(request.finished_starts), MAX_ENDED, "intervals of functions")
     if len(request.finished_starts) != len(request.finished_stops):
         raise ProtocolError("intervals of functions need a stop for each start")
     if not 0 <= request.ps_timeout < threading.TIMEOUT_MAX:
