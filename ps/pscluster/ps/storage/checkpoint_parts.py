@@ -80,12 +80,15 @@ class CheckpointParts:
         self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = -1, Future()
         self._committed: tuple[int, Future[None]] = -1, Future()
         self._over = -1  # the last that was dropped or committed
+        self._forgotten = 0  # how often everything was: what was begun before must not be kept
+        self._committing = threading.Lock()  # held while the state is replaced
 
     def mark(self, store: Store, checkpoint_id: int) -> Mapping[str, str]:
         """Take snapshots of all shards except those of evaluation snapshots, and return the metadata."""
         with self._lock:
             if checkpoint_id == self._over:
                 return {}
+            forgotten = self._forgotten
         self._forget_marked()
         marked = []
         for held in store.held()[0]:
@@ -98,9 +101,11 @@ class CheckpointParts:
                         named = ledger.named(held.spec.id, index)
                     marked.append(_MarkedShard(held, index, capture, shard.updates, dict(shard.steps), named))
         with self._lock:
-            same = self._marked.pop(checkpoint_id, ())  # from a copy of the request at the same time
-            self._marked[checkpoint_id] = marked
-        _release(same)
+            unused: Sequence[_MarkedShard] = marked
+            if not self._is_over(checkpoint_id, forgotten):
+                unused = self._marked.pop(checkpoint_id, ())  # from a copy of the request at the same time
+                self._marked[checkpoint_id] = marked
+        _release(unused)
         return {name: text for name, text in store.directory.metadata.texts.items() if name != SYNCHRONOUS}
 
     def write(self, store: Store, checkpoint_id: int, path: str) -> ps_pb2.CheckpointReply:
@@ -153,12 +158,18 @@ class CheckpointParts:
         return reply
 
     def forget(self) -> None:
-        """Drop everything that is marked or staged."""
-        self._forget_marked()
+        """Drop everything that is marked or staged, or is about to be. Waits for a commit that has begun."""
         with self._lock:
+            self._forgotten += 1
+        self._forget_marked()
+        with self._committing, self._lock:
             self._staged.clear()
             self._named = -1, {}
             self._over = -1
+
+    def _is_over(self, checkpoint_id: int, forgotten: int) -> bool:
+        """Return whether what was begun, after everything was forgotten so often, is not to be kept. Needs the lock."""
+        return checkpoint_id == self._over or forgotten != self._forgotten
 
     def drop_mark(self, checkpoint_id: int) -> None:
         """Drop this checkpoint's mark, so that it is not written."""
@@ -201,6 +212,7 @@ class CheckpointParts:
             if checkpoint_id == self._over:
                 return
             self._staged.clear()
+            forgotten = self._forgotten
         self.name(checkpoint_id, shards)
         staged = _Staged(store, texts if request.HasField("metadata") else None)
         numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
@@ -258,27 +270,31 @@ class CheckpointParts:
             taken[table.spec.id] += sum(array.nbytes for array in arrays.values())
             tables.check_bytes(table.spec, arrays, taken[table.spec.id], store.index)
         with self._lock:
-            if checkpoint_id != self._over:
+            if not self._is_over(checkpoint_id, forgotten):
                 self._staged[checkpoint_id] = staged
 
     def commit(self, store: Store, checkpoint_id: int, term: int) -> None:
         """Replace the state by the staged one, under a new term. UnavailableError if nothing is staged."""
-        with self._lock:
-            staged, (_, named) = self._staged.pop(checkpoint_id, None), self._named
-            if staged is not None:
-                self._named = -1, {}
-                self._committed, self._over = (checkpoint_id, Future()), checkpoint_id
-            last, done = self._committed
-        if staged is None and last == checkpoint_id:
-            done.result()
-            return
-        with _shared_failure(done):
-            if staged is None or staged.store is not store:
-                raise UnavailableError(
-                    f"ps {store.index} was restarted and has nothing to restore any more: restore again"
-                )
-            self._commit(store, staged, named, term)
-            done.set_result(None)
+        with self._committing:
+            with self._lock:
+                staged, (_, named) = self._staged.pop(checkpoint_id, None), self._named
+                if staged is not None:
+                    self._named = -1, {}
+                    self._committed, self._over = (checkpoint_id, Future()), checkpoint_id
+                last, done = self._committed
+            if staged is None and last == checkpoint_id:
+                done.result()
+                return
+            lost = UnavailableError(
+                f"ps {store.index} was restarted and has nothing to restore any more: restore again"
+            )
+            if staged is None:
+                raise lost
+            with _shared_failure(done):
+                if staged.store is not store:
+                    raise lost
+                self._commit(store, staged, named, term)
+                done.set_result(None)
 
     @staticmethod
     def _commit(store: Store, staged: _Staged, named: _Named, term: int) -> None:
