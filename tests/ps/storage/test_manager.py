@@ -45,6 +45,7 @@ from pscluster.ps.server.requests import update_checks
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.files.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
@@ -507,6 +508,31 @@ def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: p
         until(lambda: "failing" not in manager.words, "there is room, and it is seen")
         assert client.send(made).applied == 1
         assert values_of(recovered.store, 1).tolist() == [2] * 3
+
+
+def test_updates_after_a_restore_that_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused until it is: the log could not go on from what was saved before."""
+    disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
+    with begun(tmp_path / "s", every=0.01) as (manager, held):
+        declare(held, 1, np.zeros(3))
+        manager.save()
+        client, parts = Client(manager, held), CheckpointParts()
+        client.update(dense(ps_pb2.ADD, np.ones(3)))
+        shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value")])
+        parts.stage(held, ps_pb2.RestoreRequest(id=1, shards=[shard]), str)
+        disk.armed = True
+        parts.commit(held, 1, 1)
+        with pytest.raises(PsClusterError, match="could not be saved"):
+            manager.save()
+        made = client.made(dense(ps_pb2.ADD, np.ones(3)))
+        made[0].term = 1
+        with pytest.raises(UnavailableError, match="until the restored checkpoint has been saved"):
+            client.send(made)
+        assert values_of(found_in(killed(tmp_path / "s"), Durability.LOG), 1).tolist() == [1] * 3, "as it was before"
+        disk.armed = False
+        until(lambda: "failing" not in manager.words, "there is room, and it is seen")
+        assert client.send(made).applied == 1
+        assert values_of(found_in(killed(tmp_path / "s"), Durability.LOG), 1).tolist() == [1] * 3, "after the restore"
 
 
 # What clients have seen beyond what was restored
