@@ -18,6 +18,7 @@ from tests.waiting import TIMEOUT
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import PSUnavailableError, ShardMovedError, UnavailableError
 from pscluster.core.ids import make_identity
+from pscluster.core.limits import MAX_COUNT
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack
 from pscluster.core.transport.grpc_streams import GrpcStream
@@ -233,6 +234,15 @@ def test_a_late_copy_of_a_creation_changes_nothing(strategy: ParameterServerStra
     variable.assign_add(np.ones(4, np.float32))
     strategy.client.create_variable(strategy.client.describe_variable("w"), [zeros])
     np.testing.assert_array_equal(variable.read_value(), np.ones(4))
+
+
+def test_losses_are_counted_of_any_number_of_shards(
+    strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this process has seen of more shards than a request may name is told in several."""
+    seen = [ps_pb2.SeenUpdates(variable=4_000_000_000, shard=shard, updates=1) for shard in range(MAX_COUNT + 1)]
+    monkeypatch.setattr(strategy.context.client.updater, "seen", lambda: seen)
+    assert strategy.lost_updates() == {}
 
 
 def test_a_server_that_worked_for_another_job_shows_it() -> None:

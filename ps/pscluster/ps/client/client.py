@@ -30,6 +30,7 @@ from pscluster.core.errors import (
     from_rpc,
 )
 from pscluster.core.functions.definitions import split_off_bulk
+from pscluster.core.limits import MAX_COUNT
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
@@ -187,10 +188,12 @@ class PsClient:
     def report_seen(self, servers: Iterable[int] | None = None) -> None:
         """Have servers that may have restarted compare their updates with those this client has seen acknowledged."""
         seen = self.updater.seen()
-        if seen:
-            for index in range(len(self._servers)) if servers is None else servers:
-                with contextlib.suppress(ShardMovedError):  # it was removed, and loses nothing any more
-                    self._describe(self.exchanges.server(index), ps_pb2.DescribeRequest(job=self.job, seen=seen))
+        groups = (seen[at : at + MAX_COUNT] for at in range(0, len(seen), MAX_COUNT))
+        requests = [ps_pb2.DescribeRequest(job=self.job, seen=group) for group in groups]
+        for index in range(len(self._servers)) if servers is None else servers:
+            with contextlib.suppress(ShardMovedError):  # it was removed, and loses nothing any more
+                for request in requests:
+                    self._describe(self.exchanges.server(index), request)
 
     def statuses(self, busiest: int = 0, *, shards: bool = False) -> list[node_pb2.StatusReply]:
         """Return every server's status, each with as many of the variables that are used most, perhaps with shards."""
