@@ -87,7 +87,8 @@ def records(
                 raise DamagedError(f"the segment of the log before {path} is missing, or belongs to another log")
             before = generation
             last = path == paths[-1]
-            data = bytes(FIRST) + file.read()  # so that offsets are those in the file
+            file.seek(0)
+            data = file.read()
             end, count = yield from _records_of(path, head, data, last, dropped)
         # The next segment may skip one without records, of a generation that failed: it should have been removed.
         named = frozenset((generation,)) if count else frozenset((generation, previous))
@@ -112,7 +113,8 @@ def lost_in(paths: Sequence[Path], first: int) -> Dropped:
         with path.open("rb") as file, contextlib.suppress(DamagedError):
             head = _segment_head(path, file.read(FIRST))
             if head.generation >= first:
-                _count_lost(bytes(FIRST) + file.read(), head, FIRST, 0, dropped)
+                file.seek(0)
+                _count_lost(file.read(), head, FIRST, 0, dropped)
     return dropped
 
 
