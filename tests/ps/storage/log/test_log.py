@@ -49,7 +49,7 @@ from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterErro
 from pscluster.ps.server.requests import update_checks
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
-from pscluster.ps.storage.files.generations import DamagedError
+from pscluster.ps.storage.files.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.job_state import JobIdentity
 from pscluster.ps.storage.log import format as log_format
 from pscluster.ps.storage.log import writer as log_module
@@ -1118,6 +1118,35 @@ def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: p
         client.update(dense(ps_pb2.ADD, np.full(3, 10.0)))
         copy = killed(tmp_path / "s")
         kept = "log-x"
+    assert values_of(found_in(copy), 1).tolist() == [11] * 3
+
+
+def test_a_segment_whose_name_can_not_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log goes on in the one before, whose last record may be torn when the server dies."""
+    with begun(tmp_path / "s", fsync=True) as (manager, held):
+        declare(held, 1, np.zeros(3))
+        manager.save()
+        client = Client(manager, held)
+        client.update(dense(ps_pb2.ADD, np.ones(3)))
+        with monkeypatch.context() as patch:
+            disk = Trouble(patch, "fsync")
+            sync_names = StateDirectory.sync_names
+
+            def fails(directory: StateDirectory) -> None:
+                disk.armed = True
+                try:
+                    sync_names(directory)
+                finally:
+                    disk.armed = False
+
+            patch.setattr(StateDirectory, "sync_names", fails)
+            with pytest.raises(PsClusterError, match="could not be saved: Input/output error"):
+                manager.save()
+        client.update(dense(ps_pb2.ADD, np.full(3, 10.0)))
+        copy = killed(tmp_path / "s")
+    segment = max(path for path in copy.glob("log-*") if records_of(path))
+    data, end = segment.read_bytes(), ends_of(segment)[-1]
+    segment.write_bytes(data[:end] + b"torn" + data[end + 4 :])
     assert values_of(found_in(copy), 1).tolist() == [11] * 3
 
 

@@ -104,8 +104,9 @@ class Log:
                     self._directory.sync_names()
             except BaseException:
                 os.close(file)
-                with contextlib.suppress(OSError):
-                    new.unlink()
+                for name in (new, path):  # by its name it would be the last segment, but the previous one continues
+                    with contextlib.suppress(OSError):
+                        name.unlink()
                 raise
             if self._file >= 0:
                 os.close(self._file)
