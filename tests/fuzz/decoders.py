@@ -473,6 +473,142 @@ class _Steps:
         return pack(request, [payload] if payload else [])
 
 
+class _Moves:
+    """Moves and cuts of shards: calls, Pushes and Pulls to one of two servers, in turn; then to new ones."""
+
+    SEPARATOR = b"\xa5\x5a\xa5"
+    ASK, PUSH, PULL = range(3)
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._used = folder, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._servers = [Server(self._folder, index) for index in range(2)]
+        for server in self._servers:
+            for variable_id, shape in ((5, (4, 4)), (6, (6, 2))):
+                request, _ = creation(variable_id, "float32", shape)
+                spec = request.create.variable
+                spec.splits[0].ends[:], spec.owners[:] = [shape[0] // 2, shape[0]], [0, 1]
+                request.create.initializer.name, request.create.initializer.numbers = "zeros", "{}"
+                server.push(request, b"")
+        self._service = [server.service for server in self._servers]
+
+    def run(self, data: bytes) -> None:
+        """Make calls to the server that the first byte chooses; the first byte of each says how."""
+        self._used += 1
+        if self._used % 20 == 0:
+            self._begin()
+        service, refused = self._service[data[0] % 2 if data else 0], None
+        for call in data[1:].split(self.SEPARATOR)[:12]:
+            try:
+                if (how := call[0] % 3 if call else self.ASK) == self.ASK:
+                    service.move(ps_pb2.MoveRequest.FromString(call[1:]), _context())
+                elif _is_code(call[1:]):
+                    continue
+                elif how == self.PUSH:
+                    service.push(iter([call[1:]]), _context())
+                else:
+                    for _ in service.pull(call[1:], _context()):
+                        pass
+            except REFUSALS as error:
+                refused = error
+        for server in self._servers:
+            server.role.store.describe((), (), True)
+        if refused is not None:
+            raise refused
+
+    def examples(self) -> list[bytes]:
+        """A move's source and target, and a variable and a table that are cut anew."""
+        actions, page = ps_pb2.MoveRequest, {"arrays": ["value"], "pages": [0]}
+        specs = {held.spec.id: held.spec for held in self._servers[1].role.store.held()[0]}
+
+        def ask(**fields: Any) -> bytes:
+            return bytes((self.ASK,)) + ps_pb2.MoveRequest(job=JOB, **fields).SerializeToString()
+
+        def push(payload: bytes, **fields: Any) -> bytes:
+            move = ps_pb2.MoveRequest(job=JOB, **fields)
+            request = ps_pb2.Request(move=move, total_bytes=len(payload), last=True)
+            return bytes((self.PUSH,)) + pack(request, [payload])
+
+        def pull(**fields: Any) -> bytes:
+            return bytes((self.PULL,)) + pack(ps_pb2.Request(move=ps_pb2.MoveRequest(job=JOB, **fields), last=True))
+
+        def changed(variable: int, **fields: Any) -> ps_pb2.VariableSpec:
+            spec = ps_pb2.VariableSpec()
+            spec.CopyFrom(specs[variable])
+            spec.MergeFrom(ps_pb2.VariableSpec(**fields))
+            return spec
+
+        source: dict[str, Any] = {"id": 90, "variable": 5, "shard": 0}
+        placed = changed(5, placement=1)
+        placed.owners[:] = [1, 1]
+        state = ps_pb2.ShardState(arrays=["value"], updates=3, steps={11: 2}, closed=[4], traffic=8.0)
+        state.keys.add(function=3, incarnation=5, sequence=6, nth=[1, 2], key=7)
+        state.clients.add(incarnation=4, settled=2)
+        state.finished_starts.append(1)
+        state.finished_stops.append(4)
+        to = [
+            ask(action=actions.STAGE, state=ps_pb2.ShardState(arrays=["value", "slot/11/m"]), **source),
+            push(bytes(32), action=actions.WRITE, **page, **source),
+            ask(action=actions.COMMIT, spec=placed, state=state, **source),
+            ask(action=actions.SERVE, spec=placed, **source),
+        ]
+        of = [
+            ask(action=actions.TRACK, **source),
+            ask(action=actions.CHANGED, round=1, **source),
+            pull(action=actions.READ, **page, **source),
+            ask(action=actions.FREEZE, round=2, **source),
+            ask(action=actions.PLACE, spec=placed, saved=True, **source),
+            ask(action=actions.RELEASE, **source),
+            ask(action=actions.RESIZE, num_servers=2),
+        ]
+        cut, table = {"id": 91, "variable": 6}, {"id": 92, "variable": TABLE}
+        made, by_id = (
+            changed(variable, id=number, name=f"pscluster/{number}", evaluation=number, origin=variable)
+            for variable, number in ((6, 61), (TABLE, 62))
+        )
+        made.splits[0].ends[:], made.owners[:] = [1, 3, 6], [1, 0, 1]
+        by_id.splits[0].ends[:], by_id.owners[:] = [5, 8], [1, 1]
+        adopted, adopted_table = changed(6, origin=6), changed(TABLE, origin=TABLE)
+        for spec, own in ((adopted, made), (adopted_table, by_id)):
+            spec.id = own.id
+            spec.splits[0].ends[:], spec.owners[:] = own.splits[0].ends, own.owners
+        value, slot = ({"arrays": [name], "round": 2} for name in ("value", "slot/11/m"))
+        numbers = np.array([0, 1], np.int64).tobytes()
+        rows = [
+            ask(action=actions.MAKE, spec=made, **cut),
+            ask(action=actions.TRACK, shard=1, page_elements=2, **cut),
+            push(bytes(8), action=actions.FILL, shard=0, **value, **cut),
+            push(bytes(16), action=actions.FILL, shard=2, rows=numbers, **value, **cut),
+            push(bytes(8), action=actions.FILL, shard=2, start=2, **slot, **cut),
+            ask(action=actions.CAPTURE, shard=1, round=3, **cut),
+            ask(
+                action=actions.SETTLE,
+                shard=0,
+                state=ps_pb2.ShardState(updates=3, arrays=["value"], steps={11: 2}, traffic=2.0),
+                named=[ps_pb2.NamedUpdates(nth=[1, 2], keys=[7, 1 << 63])],
+                **cut,
+            ),
+            ask(action=actions.SEAL, **cut),
+            ask(action=actions.ADOPT, spec=adopted, **cut),
+        ]
+        row = bytes(specs[TABLE].shape[1] * 4)
+        ids = [
+            ask(action=actions.COUNT, num_shards=2, **table),
+            ask(action=actions.MAKE, spec=by_id, **table),
+            ask(action=actions.CAPTURE, **table),
+            pull(action=actions.TAKE, arrays=["value"], state=ps_pb2.ShardState(rows=0), **table),
+            push(2 * row, action=actions.FILL, **value, **table),
+            push(bytes(2 * 16), action=actions.FILL, **slot, **table),
+            ask(action=actions.SETTLE, state=ps_pb2.ShardState(updates=3, arrays=["value"]), **table),
+            ask(action=actions.ABANDON, spec=by_id, **table),
+        ]
+        sequences = [(0, of), (1, to), (1, rows), (1, [*rows[:4], ask(action=actions.ABANDON, spec=made, **cut)])]
+        sequences += [(1, ids), (1, [*ids[:-1], ask(action=actions.ADOPT, spec=adopted_table, **table)])]
+        return [bytes((server,)) + self.SEPARATOR.join(calls) for server, calls in sequences]
+
+
 def _push_examples() -> list[bytes]:
     whole = [data for data in _frames_of_requests() if unpack(data, ps_pb2.Request)[0].WhichOneof("body") != "read"]
     request, payload = creation(31, "float32", (8, 8))
@@ -1028,7 +1164,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
     """All decoders; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
     servers = _Servers(tempfile.mkdtemp(dir=folder))
-    steps = _Steps(tempfile.mkdtemp(dir=folder))
+    steps, moves = _Steps(tempfile.mkdtemp(dir=folder)), _Moves(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
     pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
     values = [encode(example).SerializeToString() for example in _objects()]
@@ -1053,6 +1189,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
         Decoder("exchange", _exchange_examples(), _exchange),
         Decoder("steps", steps.examples(), steps.run),
+        Decoder("moves", moves.examples(), moves.run),
         Decoder("function", functions.examples(), functions.resolve),
         Decoder("part", [b"3/0/10/20"], _part),
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),
