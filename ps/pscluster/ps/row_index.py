@@ -25,7 +25,8 @@ _FEW = 16
 """Searching one by one for at most this many remaining ids is quicker than for all at once."""
 
 _KEY = secrets.randbits(64)
-"""Of the hashes that an index has of strings. Users' names may have been chosen by others, who do not know it."""
+"""Of the hashes that an index has. Ids may have been chosen by others, who do not know it: without it they could choose
+some that all begin at one slot, and each search would take as many steps as there are."""
 
 
 class RowIndex:
@@ -115,5 +116,5 @@ class RowIndex:
         self._dropped += int(dropped.sum())
 
     def _first_slots(self, ids: RowIds) -> Ids:
-        numbers = hashes(ids, _KEY) if are_strings(ids) else mixed(ids.view(np.uint64))
+        numbers = hashes(ids, _KEY) if are_strings(ids) else mixed(ids.view(np.uint64), np.uint64(_KEY))
         return (numbers & np.uint64(len(self._slots) - 1)).view(np.int64)

@@ -15,9 +15,12 @@ _ADD = np.uint64(GOLDEN)
 _FIRST, _SECOND = map(np.uint64, MULTIPLIERS)
 
 
-def mixed(numbers: Hashes) -> Hashes:
-    """Return a hash of each number, a permutation: what the generator draws first with this seed."""
-    z = numbers + _ADD
+def mixed(numbers: Hashes, key: np.uint64 = _ADD) -> Hashes:
+    """Return a hash of each number, a permutation: what the generator draws first with this seed.
+
+    Another key gives another permutation.
+    """
+    z = numbers + key
     z ^= z >> np.uint64(30)
     z *= _FIRST
     z ^= z >> np.uint64(27)
