@@ -216,3 +216,18 @@ def test_metadata_and_copies(tmp_path: Path) -> None:
     assert Checkpoint(copied).metadata == checkpoint.metadata
     with pytest.raises(CheckpointError, match="is gone, or is not on this machine"):
         Checkpoint(str(tmp_path / "other")).as_directory().__enter__()
+
+
+@pytest.mark.parametrize("key", ["../outside.txt", "below/../../outside.txt", "below/../../../outside.txt"])
+def test_copies_stay_in_their_directory(tmp_path: Path, key: str) -> None:
+    """An object store's keys may have dots, which would lead anywhere on this machine."""
+    storage = fsspec.filesystem("memory")
+    path = f"/{tmp_path.name}/saved"
+    storage.pipe_file(f"{path}/model.txt", b"x")
+    storage.store[f"{path}/{key}"] = storage.store[f"{path}/model.txt"]
+    checkpoint, target = Checkpoint(f"memory:/{path}"), tmp_path / "a" / "copy"
+    with pytest.raises(CheckpointError, match=r"a file that would be written outside .*outside.txt: someone else may"):
+        checkpoint.to_directory(target)
+    with pytest.raises(CheckpointError, match="outside"):
+        checkpoint.as_directory().__enter__()
+    assert not list(tmp_path.rglob("*.txt"))

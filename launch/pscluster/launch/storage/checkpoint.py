@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pscluster.core.checks import type_of
+from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import CheckpointError
 
 _METADATA = ".metadata.json"
@@ -94,7 +95,8 @@ class Checkpoint:
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy its files into a directory on this machine, a new one by default; return its path.
 
-        CheckpointError if they can't be read, or written there.
+        CheckpointError if they can't be read, or written there, or one has a name that leads out of the directory, as
+        an object store's keys may.
         """
         target = tempfile.mkdtemp(prefix="pscluster-checkpoint-") if path is None else os.fspath(path)
         try:
@@ -102,8 +104,14 @@ class Checkpoint:
             if is_local(fs):
                 shutil.copytree(source, target, dirs_exist_ok=True)
             else:
-                for name in fs.find(source):
-                    inner = Path(target, os.path.relpath(name, source))
+                names = {name: os.path.relpath(name, source) for name in fs.find(source)}
+                if outside := [name for name, inner in names.items() if inner.split(os.sep)[0] == os.pardir]:
+                    raise CheckpointError(
+                        f"the checkpoint {self.path} has a file that would be written outside {target}, "
+                        f"{shown(outside[0])}: someone else may have put it there; remove it"
+                    )
+                for name, relative in names.items():
+                    inner = Path(target, relative)
                     inner.parent.mkdir(parents=True, exist_ok=True)
                     fs.get_file(name, str(inner))
         except (OSError, shutil.Error, ValueError, ImportError) as error:
