@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.ids import VERSION
 from pscluster.launch import RayCluster
 from pscluster.launch.ray.connection import actor_options, reason
 from pscluster.launch.ray.role_actor import RoleActor, known_here
@@ -75,3 +76,16 @@ def test_folders_of_the_script_that_a_node_lacks(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     given = os.pathsep.join(("/nowhere/at/all", str(Path(__file__).parent), "steps", "."))
     assert known_here(given).split(os.pathsep) == [str(Path(__file__).parent), "steps", str(tmp_path)]
+
+
+def test_a_folder_that_another_user_could_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is written there, and no role is started."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cluster").mkdir(mode=0o700)
+    (tmp_path / "cluster" / "ps-0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "cluster" / "ps-1").mkdir(mode=0o755)
+    for index, why in enumerate(("is a link", "has the mode 0755")):
+        with pytest.raises(RuntimeError, match=f"files, among them keys, can't be kept in .*/ps-{index}.* {why}"):
+            RoleActor("ps", VERSION).start(["nothing"], {}, "", "t", {"tls.key": b"key"}, f"cluster/ps-{index}")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

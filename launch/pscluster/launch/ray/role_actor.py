@@ -25,6 +25,7 @@ from pscluster.coordinator.local.environment import child_environ
 from pscluster.coordinator.local.processes import block_until_dead
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE
 from pscluster.core.ids import VERSION
+from pscluster.core.transport.unix_sockets import why_unsafe
 from pscluster.ps.storage.options import STATE_VARIABLE
 
 _POLL_SECONDS = 0.1
@@ -71,13 +72,12 @@ class RoleActor:
         certificates: Mapping[str, bytes],
         folder: str,
     ) -> int:
-        """Start `python -m COMMAND`, and return its pid.
+        """Start `python -m COMMAND`, and return its pid. RuntimeError if others could change the task's files.
 
         `certificates` are the files of its TLS folder, if there is TLS. `folder` names one for the task's files, beside
         other temporary files: certificates, and a server's state, unless `env` says where that is.
         """
-        own, tls = _own_folder(folder), ""
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own, tls = _make_folder(folder), ""
         for name, data in certificates.items():
             tls = str(own)
             (own / name).touch(mode=0o600)
@@ -120,6 +120,16 @@ class RoleActor:
 
 def _own_folder(folder: str) -> Path:
     return Path(tempfile.gettempdir(), folder)
+
+
+def _make_folder(folder: str) -> Path:
+    """Make the task's folder, unless it is there, and return it. RuntimeError if it is, or could be, another user's."""
+    own = _own_folder(folder)
+    for path in (own.parent, own):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if why := why_unsafe(str(own)):
+        raise RuntimeError(f"the task's files, among them keys, can't be kept in {own}: {why}; or set TMPDIR for Ray")
+    return own
 
 
 def known_here(functions_from: str) -> str:

@@ -594,6 +594,20 @@ def test_two_managers_of_one_process(tmp_path: Path) -> None:
     StateManager(DurabilityOptions(Durability.LOG, tmp_path)).close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user(tmp_path: Path) -> None:
+    """In a directory that all may write to, another user may have made it first, with any state, or links, in it."""
+    folder = tmp_path / "ps-0"
+    folder.mkdir(mode=0o777)
+    (folder / "lock").symlink_to(tmp_path / "ours")
+    (tmp_path / "ours").write_text("important")
+    os.chown(folder, 1234, 1234)
+    with pytest.raises(ConfigurationError, match=r"ps-0, which belongs to another user \(uid 1234, .*--state-dir"):
+        StateManager(DurabilityOptions(Durability.LOG, folder))
+    assert (tmp_path / "ours").read_text() == "important"
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to do."""
     (tmp_path / "file").touch()

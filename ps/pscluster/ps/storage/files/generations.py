@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,21 @@ class DamagedError(PsClusterError):
     """A file of the state is not what was written."""
 
 
+def _check_owner(path: Path) -> None:
+    """Raise ConfigurationError if a directory is another user's: any state may be in it, or links to our files."""
+    owner = path.stat().st_uid
+    if owner in (0, os.geteuid()):
+        return
+    with tempfile.TemporaryFile(dir=path) as file:
+        if os.fstat(file.fileno()).st_uid == owner:  # we are called so there: on a network file system, for one
+            return
+    raise ConfigurationError(
+        f"the state can't be stored in {path}, which belongs to another user (uid {owner}, this is {os.geteuid()}), "
+        "who may have put anything there: remove it, or name a directory of your own with --state-dir or "
+        "PSCLUSTER_STATE_DIR"
+    )
+
+
 class StateDirectory:
     """A server's directory, for one process, and one writing thread, at a time. ConfigurationError if it can't be."""
 
@@ -54,6 +70,7 @@ class StateDirectory:
         self.fsync = fsync
         try:
             path.mkdir(parents=True, exist_ok=True)
+            _check_owner(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError(
