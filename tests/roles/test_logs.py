@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_the_environment_says_it_too(tmp_path: Path) -> None:
 
 
 def test_a_line_an_event() -> None:
-    """Names chosen by peers start no new line, in either format; with JSON a traceback is within its line."""
+    """A line has its date; names chosen by peers start no new one; with JSON a traceback is within its line."""
     program = (
         "import logging, sys\n"
         "from pscluster.core.role.process import bind_log, configure_logging\n"
@@ -71,6 +72,7 @@ def test_a_line_an_event() -> None:
         return done.stderr.splitlines()
 
     text, (first, second) = said("text"), said("json")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ps/0 INFO a variable", text[0])
     assert text[0].endswith("ps/0 INFO a variable w | 12:00:00 ps/0 ERROR all is lost")
     assert text[1].endswith("ps/0 ERROR it failed")
     assert text[-1] == "ZeroDivisionError: division by zero"

@@ -74,7 +74,7 @@ class Waits:
         self._state.cancelled_by_error, self._state.final_raised = 0, self._scheduler.final
         if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
             failed_at = time.time() - (time.monotonic() - self._state.failed_at)
-            when = time.strftime("%H:%M:%S", time.localtime(failed_at))
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failed_at))
             told = ", and fetch() has raised it before" if error._fetched else ""
             lost = ". What was given to schedule() has not been scheduled: do so again" if by == "schedule" else ""
             error.add_note(

@@ -77,10 +77,10 @@ def bind_log(**values: str | int) -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    """Time, process, level and message on one line, followed by the traceback of an exception."""
+    """Local date and time, process, level and message on one line, followed by the traceback of an exception."""
 
     def __init__(self, who: str) -> None:
-        super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S")
+        super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         # Names that peers have chosen must not look like a line of ours.
