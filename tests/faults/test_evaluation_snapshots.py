@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import signal
 import textwrap
 from collections.abc import Iterator
@@ -205,6 +207,45 @@ def test_a_server_that_is_not_there_at_the_end(tmp_path: Path) -> None:
         armed.cluster.restart("ps", away, timeout=TIMEOUT)
         until(lambda: copies(strategy)[away], "it is back, with the copy")
         assert evaluate() == {"sum": 180.0}
+        assert copies(strategy) == [set(), set()]
+
+
+@pytest.mark.timeout(180)
+def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Like training, an evaluation continues, with copies in memory, as the log says; they are lost with the server."""
+    folder = str(tmp_path)
+    caplog.set_level(logging.WARNING, "pscluster.coordinator.variables.evaluation_snapshot")
+    with armed_cluster(tmp_path / "faults", 2, 1, revive=True) as armed, running(armed) as (strategy, coordinator, w):
+        data = coordinator.distribute_dataset(np.arange(10.0))
+
+        def step(example: Any) -> tuple[Any]:
+            note(folder, "evaluating")
+            wait_for(folder, "gate")
+            return (example * w.numpy(),)
+
+        def evaluate() -> Any:
+            return coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=TIMEOUT)
+
+        note(folder, "gate")
+        expected = evaluate()
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(armed.cluster.pids["ps", 1], resource.RLIMIT_FSIZE, (0, hard))  # nothing can be saved
+        w.assign_add(0.0)
+        assert evaluate() == expected
+        (told,) = [text for text in caplog.messages if "only in memory" in text]
+        assert "ps 1: the state could not be saved: File too large" in told
+        Path(folder, "gate").unlink()
+        Path(folder, "evaluating").unlink()
+        with ThreadPoolExecutor(1) as pool:
+            evaluation = pool.submit(evaluate)
+            try:
+                wait_for(folder, "evaluating")
+                armed.cluster.kill("ps", 1, signal.SIGKILL, timeout=TIMEOUT)
+            finally:
+                note(folder, "gate")
+            with pytest.raises(UnavailableError, match="without the evaluation snapshot: evaluate again"):
+                evaluation.result(TIMEOUT)
+        assert evaluate() == expected, "with the next process there is room again"
         assert copies(strategy) == [set(), set()]
 
 

@@ -42,9 +42,17 @@ def continue_job(request: node_pb2.AttachRequest, replies: Sequence[node_pb2.Hel
     if job_ids == {0} or (any(reply.holder for reply in replies) and not request.take_over):
         pass  # they hold nothing, or the request will be refused
     elif len(job_ids) > 1 or 0 in job_ids:
-        logger.warning("the servers hold parts of different jobs; starting a new job and dropping what they hold")
+        held = [f"ps {index}: {_words_of(reply)}" for index, reply in enumerate(replies)]
+        logger.warning(
+            "the servers hold no whole job (%s); starting a new job and dropping what they hold", "; ".join(held)
+        )
     elif names != {request.job_name} or not request.job_name:
-        logger.info("dropping another job (%s) from the servers: its coordinator is gone", *names)
+        logger.warning(
+            "dropping job %r, whose coordinator is gone, from the servers, since this is job %r; "
+            "ParameterServerStrategy(..., job_name=) of both must be equal to resume one",
+            *names,
+            request.job_name,
+        )
     else:
         if (count := replies[0].num_servers) not in (0, len(replies)):
             raise ConfigurationError(
@@ -57,6 +65,11 @@ def continue_job(request: node_pb2.AttachRequest, replies: Sequence[node_pb2.Hel
         )
         return [reply.store_id for reply in replies]
     return [0] * len(replies)
+
+
+def _words_of(reply: node_pb2.HelloReply) -> str:
+    """Describe the job of which a server holds a part."""
+    return f"{reply.job_name!r}, id {reply.job_id:016x}" if reply.job_id else "nothing"
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Evaluation snapshots: variables as they were at one moment, which an evaluation reads while training continues.
 
     capture the step, with other names for its variables --> pause (functions end) --> every server copies its shards
-    --> resume --> save the copies, if the servers have durable state --> run the step --> delete the copies
+    --> resume --> save the copies, if the servers have durable state, and room --> run the step --> delete the copies
 
 All copies are made while no function runs, so they are of the same moment on all servers. No bytes travel. Their specs
 bear the evaluation's number: they are in no checkpoint, are not listed, and a coordinator that attaches deletes them.
@@ -65,7 +65,12 @@ class EvaluationSnapshot:
         if self._variables:
             with self._context.placing:  # all servers must name the same places
                 copies = self._copy(dispatcher, seconds)
-            self._context.client.check_saved([copy.name for _, copy in copies])
+            for reason in self._context.client.check_saved([copy.name for _, copy in copies]):
+                logger.warning(
+                    "an evaluation reads copies of variables that are only in memory (%s): if that server restarts "
+                    "before the evaluation has ended, it fails with an UnavailableError",
+                    reason,
+                )
 
     def _copy(self, dispatcher: Dispatcher, seconds: float) -> list[tuple[int, ps_pb2.VariableSpec]]:
         """Make the copies, which may not be saved yet; return the id of each one's source, and its spec."""
@@ -100,12 +105,15 @@ class EvaluationSnapshot:
         return False
 
     def drop(self) -> bool:
-        """Delete the copies on all reachable servers. False if a server is unreachable: try again later."""
+        """Delete the copies. False if a server is unreachable, or can't save that they are gone: try again later."""
         if not self._made:
             return True
         reach("coordinator.unpin.before")
         dropped = self._context.client.delete_copies(self._evaluation)
         reach("coordinator.unpin.after")
         if not dropped:
-            logger.warning("the snapshot of an evaluation is still on an unreachable server; it is deleted later")
+            logger.warning(
+                "the copies of an evaluation could not be deleted on all servers, since one is unreachable or can't "
+                "save its state; the next evaluation or coordinator deletes them"
+            )
         return dropped

@@ -23,6 +23,7 @@ from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import (
     MisuseError,
+    PsClusterError,
     PSUnavailableError,
     ShardMovedError,
     UnavailableError,
@@ -370,10 +371,26 @@ class PsClient:
 
         self._on_all(copy)
 
-    def check_saved(self, names: Sequence[str]) -> None:
-        """Wait until these variables are as durable as they will be. UnknownVariableError if a server lacks one."""
-        request = ps_pb2.DescribeRequest(job=self.job, variables=names, saved=True)
-        self._on_all(lambda index: self._describe(self._servers[index], request, timeout=_SLOWEST_FUNCTION))
+    def check_saved(self, names: Sequence[str]) -> list[str]:
+        """Wait until these variables are as durable as they will be; return why servers can't save them, if any can't.
+
+        UnknownVariableError if a server lacks one.
+        """
+        request = ps_pb2.DescribeRequest(job=self.job, variables=names)
+
+        def check(index: int) -> str:
+            saved = ps_pb2.DescribeRequest(saved=True)
+            saved.MergeFrom(request)
+            try:
+                self._describe(self._servers[index], saved, timeout=_SLOWEST_FUNCTION)
+            except PsClusterError as error:
+                if type(error) is not PsClusterError:  # anything but a disk that is full or fails
+                    raise
+                self._describe(self._servers[index], request)
+                return f"ps {index}: {error}"
+            return ""
+
+        return [reason for reason in self._on_all(check) if reason]
 
     def delete_variable(self, name: str, variable_id: int, *, retry: bool = False) -> None:
         """Remove a variable from all servers: from the reachable ones, or, with `retry`, waiting for the others."""

@@ -115,10 +115,10 @@ class StateManager(StateSaver):
         )
         self._job = JobState(store, identity, saved=manifest, sizes=sizes_of(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
+        if damaged:
+            words += f" ({damaged} newer snapshot{'s were' if damaged > 1 else ' was'} damaged)"
         if self.options.kind is Durability.LOG:
             words += f" and {logged} updates logged since"
-        if damaged:
-            words += f", since {damaged} newer snapshot{'s were' if damaged > 1 else ' was'} damaged"
         logger.info("restored %s, from %s in %.2f s", words, self.options.directory, time.monotonic() - begin)
         if self._log is not None:  # a segment of the log begins with a generation
             with contextlib.suppress(PsClusterError):  # it is retried, and updates are refused until then

@@ -459,7 +459,7 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
     with manager_of(saved.folder, Durability.SNAPSHOT) as manager:
         recovered = manager.restore()
         assert recovered is not None
-        assert "since 1 newer snapshot was damaged" in recovered.words
+        assert "s ago (1 newer snapshot was damaged)" in recovered.words
         Client(manager, recovered.store, 200).update(dense(ps_pb2.ADD, np.ones((3, 5), np.float32)))
         manager.save()
         assert not manifest.exists()
