@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -187,6 +188,26 @@ def test_a_report_that_failed_is_made_again(storage: str, tmp_path: Path) -> Non
         assert path is not None
         with Checkpoint(path).as_directory() as here:
             assert [file.name for file in Path(here).rglob("*")] == ["other.txt"]
+
+
+def test_a_rank_has_one_name_in_whatever_attempt(storage: str, tmp_path: Path) -> None:
+    """Also if it could not be committed at first."""
+    path = None
+    with RunFolder(storage, "attempts").writing() as folder:
+        source = directory(tmp_path / "source", "x")
+        gone = {2: Report({}, [{"path": "checkpoints/000001/rank-2/x", "size": 1, "sha256": "x"}])}
+        for missing in (gone, gone, {}):
+            reports = {rank: Report({}, upload(folder.path, 1, rank, 1 + rank, source)) for rank in range(2)}
+            with pytest.raises(CheckpointError, match="is not there") if missing else contextlib.nullcontext():
+                path = folder.commit(1, reports | missing)
+            upload(folder.path, 1, 1, 1, directory(tmp_path / "other", "y"))  # by an attempt that was frozen
+        assert path is not None
+        with Checkpoint(path).as_directory() as here:
+            assert {"rank-0", "rank-1"} <= set(os.listdir(here))
+            assert Path(here, "rank-1", "below", "more.txt").read_text() == "xx"
+        fs, root = fsspec.url_to_fs(folder.path)
+        record = json.loads(fs.cat_file(f"{root}/reports/000001.json"))
+        assert all(fs.exists(f"{root}/{file['path']}") for files in record["files"].values() for file in files)
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:

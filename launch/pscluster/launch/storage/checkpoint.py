@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ from pscluster.core.errors import CheckpointError
 _METADATA = ".metadata.json"
 VARIABLES = ".variables"
 """In its directory: a checkpoint of the parameter servers, as `pscluster.coordinator.Checkpoint` reads it."""
+
+FOLDER = re.compile(r"(rank-\d+)\.?(\d*)(?=/|$)")
+"""Of a member, in a report's folder: its rank and its attempt, which is 1 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +108,16 @@ class Checkpoint:
             if is_local(fs):
                 shutil.copytree(source, target, dirs_exist_ok=True)
             else:
-                names = {name: os.path.relpath(name, source) for name in fs.find(source)}
-                if outside := [name for name, inner in names.items() if inner.split(os.sep)[0] == os.pardir]:
+                names = [os.path.relpath(name, source) for name in fs.find(source)]
+                if outside := [name for name in names if name.split(os.sep)[0] == os.pardir]:
                     raise CheckpointError(
                         f"the checkpoint {self.path} has a file that would be written outside {target}, "
                         f"{shown(outside[0])}: someone else may have put it there; remove it"
                     )
-                for name, relative in names.items():
-                    inner = Path(target, relative)
+                for name, own in _by_rank(names).items():
+                    inner = Path(target, own)
                     inner.parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(name, str(inner))
+                    fs.get_file(f"{source}/{name}", str(inner))
         except (OSError, shutil.Error, ValueError, ImportError) as error:
             raise CheckpointError(f"the checkpoint {self.path} can't be copied to {target}: {error}") from error
         return target
@@ -145,6 +149,16 @@ class Checkpoint:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Store more data beside its files; names that are there already get new values. Raises as `set_metadata`."""
         self.set_metadata({**self.get_metadata(), **metadata})
+
+
+def _by_rank(names: Iterable[str]) -> dict[str, str]:
+    """Return as what files are known: those of members by rank, without the attempt, of which the last one counts."""
+    known: dict[str, dict[int, dict[str, str]]] = {}  # by rank, and by attempt
+    for name in names:
+        found = FOLDER.match(name)
+        rank, attempt, rest = (found[1], int(found[2] or 1), name[found.end() :]) if found else ("", 0, name)
+        known.setdefault(rank, {}).setdefault(attempt, {})[name] = rank + rest
+    return {name: own for attempts in known.values() for name, own in attempts[max(attempts)].items()}
 
 
 def is_local(fs: Any) -> bool:

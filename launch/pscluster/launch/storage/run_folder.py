@@ -20,6 +20,7 @@ import datetime
 import json
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,8 @@ import fsspec
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.ids import VERSION
 from pscluster.launch.answers.session import Report
-from pscluster.launch.storage.checkpoint import VARIABLES
-from pscluster.launch.storage.run_files import explained, sync_folders
+from pscluster.launch.storage.checkpoint import FOLDER, VARIABLES
+from pscluster.launch.storage.run_files import explained, sync_folder, sync_folders
 from pscluster.launch.storage.saved_run import SavedRun
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class RunFolder(SavedRun):
         After this has returned nothing loses it. CheckpointError if it can't be written: then it is not committed.
         """
         files = {rank: report.files for rank, report in reports.items() if report.files is not None}
+        with explained(self.path, "can't be written"):
+            files = {rank: self._put_in_place(of) for rank, of in files.items()}
         folder = None
         with_variables = save_variables is not None and any(report.with_variables for report in reports.values())
         if files or with_variables:
@@ -113,13 +116,6 @@ class RunFolder(SavedRun):
             "variables": with_variables,
         }
         with explained(self.path, "can't be written"):
-            for file in (file for of in files.values() for file in of if file["sha256"]):
-                path = f"{self._root}/{file['path']}"
-                if not self._fs.exists(path) or self._fs.size(path) != file["size"]:
-                    raise CheckpointError(
-                        f"{path}, which a worker has written, is not there: all machines need the same storage, such "
-                        "as a network file system or an object store"
-                    )
             if save_variables is not None and with_variables:
                 with contextlib.suppress(FileNotFoundError):  # of an attempt that failed
                     self._fs.rm(f"{self._root}/{folder}/{VARIABLES}", recursive=True)
@@ -133,6 +129,27 @@ class RunFolder(SavedRun):
             # What attempts at this report have left that did not come to it.
             self._keep_only(f"checkpoints/{number:06d}", {VARIABLES, *(_folder_of(of) for of in files.values())})
         return None if folder is None else f"{self.path}/{folder}"
+
+    def _put_in_place(self, files: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Give the files that one attempt of a member has copied the place of its rank, where there is a move.
+
+        Return them there. CheckpointError if one is missing.
+        """
+        for file in files:
+            path = f"{self._root}/{file['path']}"
+            if file["sha256"] and (not self._fs.exists(path) or self._fs.size(path) != file["size"]):
+                raise CheckpointError(
+                    f"{path}, which a worker has written, is not there: all machines need the same storage, such as a "
+                    "network file system or an object store"
+                )
+        if not self._is_local:
+            return files
+        folder = Path(files[0]["path"]).parents[-3]  # checkpoints/000004
+        before, after = folder / (name := _folder_of(files)), folder / FOLDER.sub(r"\1", name)
+        shutil.rmtree(Path(self._root, after), ignore_errors=True)  # of a report that could not be committed
+        os.rename(Path(self._root, before), Path(self._root, after))
+        sync_folder(Path(self._root, folder))
+        return [{**file, "path": file["path"].replace(str(before), str(after), 1)} for file in files]
 
     def retain(self, num_to_keep: int | None, score: str | None, order: str) -> None:
         """Delete all checkpoints but the best, and the newest."""

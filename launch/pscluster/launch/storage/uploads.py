@@ -19,14 +19,18 @@ _COPY_BYTES = 1 << 20
 def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path) -> list[dict[str, Any]]:
     """Copy a member's directory into the run's folder; return its files, with sizes and SHA-256.
 
-    They become part of the run once the report with this number is committed. CheckpointError if they can't be written.
+    They become part of the run once the report with this number is committed. Each attempt has a folder of its own, so
+    that a frozen one that goes on later writes into no other's: `RunFolder.commit` and `Checkpoint.to_directory` name
+    it by the rank alone. CheckpointError if they can't be written.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: give report() a Checkpoint of one that is still there")
-    folder = f"checkpoints/{number:06d}/rank-{rank}" + (f".{attempt}" if attempt > 1 else "")
+    folder = f"checkpoints/{number:06d}/rank-{rank}"
     files: list[dict[str, Any]] = []
     with explained(run_path, "can't be written"):
         fs, root = fsspec.core.url_to_fs(run_path)
+        if attempt > 1 or is_local(fs):  # where there is no move, the first attempt has the final name
+            folder += f".{attempt}"
         target = f"{root}/{folder}"
         if fs.exists(target):  # of a report that failed, and is made again
             fs.rm(target, recursive=True)
