@@ -19,7 +19,7 @@ from pscluster import spmd
 from pscluster.core.context import current_function
 from pscluster.core.errors import CancelledError
 from pscluster.spmd import Layout
-from pscluster.spmd.execution import session
+from pscluster.spmd.execution import sent_programs
 from pscluster.spmd.meshes import session_of
 
 ROWS = np.arange(8.0).reshape(2, 4)
@@ -108,7 +108,7 @@ def test_what_the_first_one_needs_is_not_forgotten_while_it_runs(
     job: Job, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have to run again. If that is too large to be kept, the second one waits until it need not."""
-    monkeypatch.setattr(session, "HELD_BYTES", 0 if large else session.HELD_BYTES)
+    monkeypatch.setattr(sent_programs, "HELD_BYTES", 0 if large else sent_programs.HELD_BYTES)
     mesh = mesh_of(job)
     rows = doubled(mesh)
     spmd.barrier(mesh, TIMEOUT)

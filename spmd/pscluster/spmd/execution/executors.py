@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pscluster.core.errors import CancelledError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.execution.recording import Sendable
-from pscluster.spmd.execution.session import ResultsLostError
+from pscluster.spmd.execution.recording import Fetched, Running, Sendable
+from pscluster.spmd.execution.sent_programs import ResultsLostError
 from pscluster.spmd.variables.held import HeldHere
 from pscluster.v1 import worker_pb2
 from pscluster.worker.programs.exchange import OneProcess
@@ -25,7 +25,6 @@ from pscluster.worker.programs.store import BlockStore
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator, RemoteValue
     from pscluster.core.functions.definitions import CapturedFunction
-    from pscluster.spmd.execution.session import Fetched, Running
 
 _LAST = worker_pb2.SynchronousSteps.LAST
 _OPERATIONS = partial_of("operations on global arrays", run_program)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -15,9 +16,6 @@ from pscluster.core.layouts.moving import moving
 from pscluster.spmd.execution.ordering import Recorded, ordered
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
-
-if TYPE_CHECKING:
-    from pscluster.spmd.execution.session import Running, Session
 
 Array = npt.NDArray[Any]
 
@@ -29,12 +27,25 @@ _REMEMBERED_TEXTS = 1024
 _texts: dict[tuple[Any, ...], str] = {}
 
 
+class HasArrays(Protocol):
+    """The session that an array belongs to."""
+
+    has_values: bool
+    """Whether its arrays have values that can be fetched."""
+
+    dropped: deque[int]
+    """The numbers of arrays that nothing refers to any more."""
+
+    def why_lost(self, ref: Ref) -> str | None:
+        """Return why an array was not made; None if it was, or may still be."""
+
+
 class Ref:
     """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
 
     __slots__ = ("__weakref__", "blocks", "made_by", "number", "program", "sent_here", "session", "type")
 
-    def __init__(self, session: Session, number: int, of: ArrayType, program: int, made_by: str) -> None:
+    def __init__(self, session: HasArrays, number: int, of: ArrayType, program: int, made_by: str) -> None:
         self.session, self.number, self.type, self.program, self.made_by = session, number, of, program, made_by
         self.sent_here: tuple[Running, int] | None = None
         """The program that makes it and sends its value here, and the number of that fetch; None: it does not."""
@@ -71,6 +82,20 @@ class Updating:
     source: Ref
     variable: Stored
     optimizer: Any = None  # of a gradient
+
+
+Fetched = list[list[list[Array]]]
+"""By task: what each fetch of a program has returned."""
+
+
+class Running(Protocol):
+    """A program that was sent."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; return whether it has within `timeout` seconds."""
+
+    def result(self) -> Fetched:
+        """Return what it fetches, once it has ended. Raises its error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +48,14 @@ from pscluster.spmd.execution.recording import (
     Loaded,
     Recording,
     Ref,
+    Running,
     Sendable,
     Stored,
     Updating,
     described,
     payloads_by_task,
 )
+from pscluster.spmd.execution.sent_programs import SentPrograms
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
@@ -72,68 +74,13 @@ WORTH_INSTRUCTIONS = 16
 WORTH_WORK = 1 << 16
 """The same, of elements that are computed, made or moved: they take about as long as a message."""
 
-HELD_BYTES = 64 << 20
-"""Of arrays that nothing refers to, kept because the program that was sent last reads them."""
-
 _numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
-
-_Inputs = Mapping[int, tuple[str, ArrayType]]
-"""What makes each array that a program reads, and its type, by its number."""
-
-
-class _Sent(NamedTuple):
-    """A program that has not ended, as far as is known here."""
-
-    number: int
-    running: Running
-    inputs: _Inputs
-    loaded: Sequence[Loaded]
-    forgotten: Sequence[int]  # arrays that workers forget when it begins
-
-
-Fetched = list[list[list[Array]]]
-"""By task: what each fetch of a program has returned."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _places(layout: Layout, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     """Return where each block lies in an array of this shape, in the order of the devices that are asked for them."""
     return [layout.slices(shape, device) for device in sorted(layout.owners)]
-
-
-class ResultsLostError(TensorLostError):
-    """A program's results are lost, and nothing else. It is raised where they are used, if they are."""
-
-
-def _named(error: BaseException, inputs: _Inputs) -> BaseException:
-    """Return the error of a program, which says what array is lost, if it is that."""
-    if not isinstance(error, TensorLostError) or error.number is None or error.number not in inputs:
-        return error
-    return TensorLostError(
-        f"{described(*inputs[error.number])}, is lost: a worker of its mesh was restarted, or the program that makes "
-        "it has failed. Make it again, from host arrays or variables, which are not lost"
-    )
-
-
-def _unload(loaded: Sequence[Loaded]) -> None:
-    """Take note that blocks are still here only, to be sent again: the program that they went with has failed."""
-    for of, blocks in loaded:
-        if (ref := of()) is not None:
-            ref.blocks, ref.program = blocks, 0
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error!s:.300}"
-
-
-class Running(Protocol):
-    """A program that was sent."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; return whether it has within `timeout` seconds."""
-
-    def result(self) -> Fetched:
-        """Return what it fetches, once it has ended. Raises its error."""
 
 
 class Executor(Protocol):
@@ -162,12 +109,7 @@ class Session:
         self._lock = threading.RLock()
         self._programs = itertools.count(1)
         self._recording = self._new_recording()
-        self._running: deque[_Sent] = deque()
-        self._unraised: BaseException | None = None
-        self._excused = 0  # up to this program, errors are known, or come of one that is
-        self._failed: dict[int, str] = {}
-        """Why, by program: not as an error, which would keep the frames that it went through, and all their arrays."""
-
+        self._sent = SentPrograms(self.dropped)
         self._has_updated = False  # a variable, ever
 
     @functools.cached_property
@@ -178,6 +120,10 @@ class Session:
     def gather(self, facts: list[Any]) -> list[Any]:
         """Return what is known of each device of the mesh, given it for `devices`: plain data."""
         return facts
+
+    def why_lost(self, ref: Ref) -> str | None:
+        """Return why the program that makes an array has failed; None if it has not, as far as is known."""
+        return self._sent.why_failed(ref.program)
 
     # Operations
 
@@ -391,14 +337,14 @@ class Session:
             return
         with self._sending:
             self._reap()
-            if self._unraised is None and len(self._recording):
+            if not self._sent.has_unraised and len(self._recording):
                 self.executor.check()
                 self._send()
-        self._end(self._sent(), timeout)
+        self._end(self._running(), timeout)
 
     def _wait(self, timeout: float | None) -> None:
         """Wait until everything that was sent has ended. Raises the first error, or WaitTimeoutError."""
-        self._wait_for(self._sent(), timeout)
+        self._wait_for(self._running(), timeout)
 
     def _wait_for(self, sent: Sequence[Running], timeout: float | None) -> None:
         """Wait until these programs have ended. Raises the first error of all that have, or WaitTimeoutError."""
@@ -406,9 +352,9 @@ class Session:
         self._reap()
         self._raise_first()
 
-    def _sent(self) -> list[Running]:
+    def _running(self) -> list[Running]:
         with self._lock:
-            return [sent.running for sent in self._running]
+            return self._sent.running
 
     @staticmethod
     def _end(sent: Sequence[Running], timeout: float | None) -> None:
@@ -433,7 +379,7 @@ class Session:
 
     def _use(self, ref: Ref) -> None:
         """Record that an array's blocks are sent, if they are still here. TensorLostError if it was never made."""
-        if self._failed or ref.session is not self:
+        if self._sent.any_failed or ref.session is not self:
             self._check(ref)
         if ref.blocks is not None:
             self._recording.load(ref, ref.blocks)
@@ -446,7 +392,7 @@ class Session:
                 f"{described(ref.made_by, ref.type)}, is part of a traced function, and has no value outside of its "
                 "call: return it from the function, and use what the call returns"
             )
-        if (why := self._failed.get(ref.program)) is not None:
+        if (why := ref.session.why_lost(ref)) is not None:
             raise TensorLostError(
                 f"{described(ref.made_by, ref.type)}, was not made, since an operation has failed: {why}"
             )
@@ -458,7 +404,7 @@ class Session:
         if not large and len(recording) < WORTH_INSTRUCTIONS and recording.work < WORTH_WORK:
             return
         self._reap()
-        if self._running and not large:
+        if self._sent.any_running and not large:
             return
         if self._sending.acquire(blocking=large):
             try:
@@ -480,67 +426,30 @@ class Session:
                 program = replace(program, waits=True)
         return self._start(recording.number, program, inputs, recording.loaded)
 
-    def _forgettable(self, inputs: Collection[int]) -> tuple[set[int], bool]:
-        """Return the arrays that a program with these inputs may forget, and whether it must wait for the one before.
-
-        Under the lock.
-        """
-        dropped, waits = {self.dropped.popleft() for _ in range(len(self.dropped))}, False
-        keep = dropped.intersection(inputs)
-        if self._running and len(self.mesh.tasks) > 1:
-            read = self._running[-1].inputs
-            held = (dropped - keep).intersection(read)
-            waits = sum(read[number][1].nbytes for number in held) > HELD_BYTES
-            if not waits:
-                keep |= held
-        self.dropped.extend(keep)
-        return dropped - keep, waits
-
     def _start(self, number: int, program: Sendable, inputs: Sequence[Ref], loaded: Sequence[Loaded]) -> Running:
         try:
             running = self.executor.start(program)
         except BaseException as error:
             with self._lock:
-                self._failed[number] = _why(error)
-                self.dropped.extend(program.forgotten)
-                _unload(loaded)
+                self._sent.fail(number, error, loaded, program.forgotten)
             raise
         with self._lock:
-            # Not the arrays themselves: they may be dropped before it has ended.
-            of_inputs = {ref.number: (ref.made_by, ref.type) for ref in inputs}
-            self._running.append(_Sent(number, running, of_inputs, loaded, program.forgotten))
+            self._sent.add(number, running, inputs, loaded, program.forgotten)
         return running
+
+    def _forgettable(self, inputs: Collection[int]) -> tuple[set[int], bool]:
+        return self._sent.forgettable(inputs, alone=len(self.mesh.tasks) == 1)
 
     def _reap(self) -> None:
         """Take note of programs that have ended."""
-        if not self._running:
-            return
-        with self._lock:
-            while self._running and self._running[0].running.wait(0):
-                sent = self._running.popleft()
-                try:
-                    sent.running.result()
-                except BaseException as raised:
-                    error = _named(raised, sent.inputs)
-                    self._failed[sent.number] = _why(error)
-                    _unload(sent.loaded)
-                    self.dropped.extend(sent.forgotten)  # it may never have begun
-                    # Those that follow were cancelled, or lack what this one would have made.
-                    if (
-                        self._unraised is None
-                        and sent.number > self._excused
-                        and not isinstance(error, ResultsLostError)
-                    ):
-                        self._unraised = error
+        if self._sent.any_running:
+            with self._lock:
+                self._sent.reap()
 
     def _raise_first(self) -> None:
         with self._lock:
-            if (error := self._unraised) is None:
+            if (error := self._sent.take_error(self._recording.number, self._recording.loaded)) is None:
                 return
-            self._unraised = None
-            self._failed[self._recording.number] = _why(error)
-            self._excused = self._recording.number
-            _unload(self._recording.loaded)
             self._recording = self._new_recording()
         try:
             raise error.with_traceback(None)

@@ -15,8 +15,8 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import gathering, moving
-from pscluster.spmd.execution.recording import Array, Ref, Sendable, Stored, Updating
-from pscluster.spmd.execution.session import Running, Session, T
+from pscluster.spmd.execution.recording import Array, Ref, Running, Sendable, Stored, Updating
+from pscluster.spmd.execution.session import Session, T
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType
 
@@ -182,7 +182,7 @@ class Trace(Session):
 
     def _check(self, ref: Ref) -> None:
         if ref.session is not self:  # it is captured
-            Session._check(ref.session, ref)
+            super()._check(ref)
 
 
 def _is_sent_here(of: ArrayType) -> bool:
