@@ -1,6 +1,6 @@
 """One replica's part in the steps of a synchronous run: what it contributes, and the answers of server 0.
 
-Updates that a step makes are kept here until it ends. Then, for each step:
+Updates that a step makes are kept until it ends (`step_updates`). Then, for each step:
 
     reduce   large dense gradients, by all replicas among themselves: each goes on with a block of them. Before that,
              each tells server 0 what it updates; so a replica that does not take part is told so there, and those that
@@ -24,8 +24,7 @@ Short steps can be taken without the servers, and several of them committed as i
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,12 +32,12 @@ from pscluster.core.awake import AwakeTimer
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, padded, parts_of, view
+from pscluster.core.transport.frames import Buffer, padded, parts_of
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.reads.plans import WholeVariable
 from pscluster.ps.client.synchronous.gradient_forms import Array, Forms
-from pscluster.ps.client.synchronous.joint_steps import JointSteps, Kept, Reads, StepAlone, fits
-from pscluster.ps.client.synchronous.reduction import Reduction, is_large
+from pscluster.ps.client.synchronous.joint_steps import JointSteps, Kept, StepAlone, fits
+from pscluster.ps.client.synchronous.step_updates import StepUpdates
 from pscluster.ps.request_metrics import ReplicaMetrics
 from pscluster.ps.spec import with_step
 from pscluster.v1 import ps_pb2
@@ -85,26 +84,18 @@ class ReplicaSteps:
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
         self.backup = backup
         self._metrics = metrics or ReplicaMetrics()
-        self._reduces = replicas > 1 and not backup  # all must take part in each step
         self.dry = False
         self.dropped = False
         """Whether the last step that was ended is committed without this replica."""
         self.updated_at_once = False
         """Whether a step may have updated an asynchronous variable."""
-        self._contributed: list[int] = []  # see Contribution.updated
         self.collectives = 0, ""
         """How many the last step has called, and which was the last, and where."""
-        self._updated: dict[int, str] = {}  # names of variables
-        self._used: list[bytearray] = []  # copies of this step's values
-        self._spare: defaultdict[int, list[bytearray]] = defaultdict(list)  # those of the last one, by size
-        self._items: Mapping[int, list[Kept]] = defaultdict(list)
-        self._reads = Reads()
-        self._together = 1  # steps that are committed
+        self._updates = StepUpdates(reduces=replicas > 1 and not backup)  # all must take part in each step
         self.joint: JointSteps | None = None
         """The steps that are taken together, from when they are."""
         self.forms: tuple[Forms, Forms] | None = None
         """What `fits` has returned of the last step that was ended by itself."""
-        self._reduction = Reduction()
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
         self.after = with_step(run, step, epoch)
@@ -114,25 +105,7 @@ class ReplicaSteps:
 
     def add(self, updates: Sequence[ShardUpdate]) -> None:
         """Keep updates until the step ends, as they are now. MisuseError if they can't be combined."""
-        for update in updates:
-            if update.item.kind == ps_pb2.ASSIGN:
-                raise MisuseError(
-                    f"variable {update.name!r} is assigned in a synchronous step, by every replica: assign it in the "
-                    "script, between two runs, or add to it"
-                )
-        for update in updates:
-            self._updated[update.item.variable] = update.name
-            variable = update.item.variable
-            if update.item.kind == ps_pb2.APPLY_GRADIENT and self._contributed[-1:] != [variable]:
-                self._contributed.append(variable)
-            if self.dry:
-                continue
-            if self._reduces and update.dtype is not None and is_large(update.item):
-                self._reduction.add(update.server, update.item, update.values, update.dtype)
-                continue
-            values = self._copy(update.values)
-            segments = [values] if update.ids is None else [self._copy(view(update.ids)), values]
-            self._items[update.server].append(Kept(update.item, padded(segments), values, update.dtype))
+        self._updates.add(updates, dry=self.dry)
 
     def add_blocks(self, updates: Sequence[ShardUpdate], variables: Sequence[tuple[int, str]]) -> None:
         """Keep updates of whole shards, each of which no other replica has; their values must not change any more.
@@ -140,29 +113,16 @@ class ReplicaSteps:
         `variables` are all that the replicas update so, by number and name: the same for each of them.
         """
         self.note_other()
-        self._updated.update(variables)
-        self._contributed += [variable for variable, _ in variables]
-        for update in updates if not self.dry else ():
-            update.item.offset = 0  # it is the only piece
-            self._items[update.server].append(Kept(update.item, padded([update.values]), update.values, update.dtype))
-
-    def _copy(self, values: memoryview) -> memoryview:
-        """Return a copy, since the caller may change its arrays; in memory of the last step, which is there already."""
-        spare = self._spare.get(len(values))
-        copy = spare.pop() if spare else bytearray(len(values))
-        self._used.append(copy)
-        copy[:] = values
-        return memoryview(copy)
+        self._updates.add_blocks(updates, variables, dry=self.dry)
 
     def note_reads(self, variables: Collection[int], *, whole: bool) -> None:
         """Take note of what is read of the servers, or of the copies if it is `whole`.
 
         MisuseError if this step has updated a variable: what it would read is still the value before.
         """
-        (self._reads.whole if whole else self._reads.in_part).update(variables)
         if self.joint is not None and any(map(self.joint.knows, variables)):
             self.need_servers()
-        self._check_reads(variables)
+        self._updates.note_reads(variables, whole=whole)
 
     def need_servers(self) -> None:
         """Take note that the step asks for what only the servers have. StepAlone if they do not have it yet."""
@@ -172,7 +132,7 @@ class ReplicaSteps:
 
     def note_other(self) -> None:
         """Take note that the step does what steps that are taken together must not do."""
-        self._reads.other = True
+        self._updates.reads.other = True
 
     def copies_of(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> dict[int, Array]:
         """Return the values of those of these variables that the replica has copies of, by number."""
@@ -180,21 +140,10 @@ class ReplicaSteps:
             return {}
         copies = self.joint.copies
         own = [variable for variable in variables if variable in copies.variables]
-        self._check_reads(own)
-        self._reads.whole.update(own)
+        self._updates.note_reads(own, whole=True)
         if not copies.knows(own):
             copies.describe(variables, describe())
         return {variable: copies.read(variable) for variable in own}
-
-    def _check_reads(self, variables: Iterable[int]) -> None:
-        """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
-        for variable in variables if self._updated else ():
-            if variable in self._updated:
-                raise MisuseError(
-                    f"variable {self._updated[variable]!r} is read after this synchronous step has updated it: its new "
-                    "value is there once all replicas have ended the step. Read it before, in the next step, or in the "
-                    "script"
-                )
 
     # Between steps
 
@@ -225,16 +174,17 @@ class ReplicaSteps:
         """
         self.dropped = False
         if self.dry:
-            self._clear()
+            self._updates.clear()
             return True
         if ended:
-            self._clear()
-        self.forms = None if ended or self.backup else fits(self._items, self._reduction.forms, self._reads)
+            self._updates.clear()
+        own = self._updates
+        self.forms = None if ended or self.backup else fits(own.items, own.reduction.forms, own.reads)
         calls, last_call = self.collectives
         commit = _Kind(
             ended=ended,
-            updated=self._contributed,
-            reduced=self._reduction.digest,
+            updated=own.contributed,
+            reduced=own.reduction.digest,
             positions=positions,
             before=before if self.backup else None,
             calls=calls,
@@ -242,7 +192,7 @@ class ReplicaSteps:
         )
         with self._waiting():
             goes_on = self._commit(function, commit)
-        self._clear()
+        self._updates.clear()
         return goes_on
 
     def has_ended(self, function: FunctionContext) -> bool:
@@ -256,7 +206,7 @@ class ReplicaSteps:
 
     def forget_reads(self) -> None:
         """Forget what was read since the last step has ended."""
-        self._reads.clear()
+        self._updates.reads.clear()
 
     def take(self, function: FunctionContext, *, ended: bool) -> bool:
         """End a step as one of several, if it is like those of all replicas; return whether it is.
@@ -270,16 +220,16 @@ class ReplicaSteps:
             MisuseError, MemberUnavailableError: as of collectives.
         """
         assert self.joint is not None
-        items = None if ended or self._reads.other else self._items
+        own = self._updates
         try:
             with self._waiting():
-                taken = self.joint.take(items, self._reduction)
+                taken = self.joint.take(None if ended or own.reads.other else own.items, own.reduction)
         except (MemberUnavailableError, MisuseError):
             function.check()
             raise
         reach("client.step.reduced")
         if taken or ended:
-            self._clear()
+            own.clear()
         return taken
 
     def commit_taken(self, function: FunctionContext, positions: Mapping[int, int], before: Mapping[int, int]) -> None:
@@ -287,17 +237,17 @@ class ReplicaSteps:
 
         Errors as of `end`. `positions` are those of the iterators after the last one, and `before` it.
         """
-        joint, items, reduction = self.joint, self._items, self._reduction
+        joint, own = self.joint, self._updates
         if joint is None or not joint.taken:
             return
-        self._items, self._reduction, self._together = joint.contribution(), Reduction(), joint.taken
+        self._updates = StepUpdates(joint.contribution(), steps=joint.taken)
         commit = _Kind(updated=joint.variables, reduced=joint.digest, positions=positions, before=before)
         try:
             with self._waiting():
                 if not self._commit(function, commit):
                     raise ProtocolError("the data of a replica has ended before steps that it has taken")
         finally:
-            self._items, self._reduction, self._together = items, reduction, 1
+            self._updates = own
         joint.clear()
 
     @contextmanager
@@ -320,7 +270,7 @@ class ReplicaSteps:
                     self._metrics.dropped += 1
                     self._follow(state.committed)
                 return self.dropped
-        elif self._reduction and not self._reduce(commit, function):
+        elif self._updates.reduction and not self._reduce(commit, function):
             return False
         if not sent:
             self._stage(function)
@@ -335,7 +285,7 @@ class ReplicaSteps:
             for replica in ahead.keys() & set(state.missing):
                 raise ahead[replica]
         if not state.ended:
-            self._follow(self.step + self._together)
+            self._follow(self.step + self._updates.steps)
         return not state.ended
 
     def _find_place(
@@ -345,7 +295,7 @@ class ReplicaSteps:
 
         Return the answer, and whether the replica's COMMIT is sent.
         """
-        state_of, sent = ps_pb2.StepState, not self._items.keys() - {0}
+        state_of, sent = ps_pb2.StepState, not self._updates.items.keys() - {0}
         state = self._ask(_Kind.COMMIT, commit, function) if sent else self._ask(_Kind.READY)
         while not (state.ended or state.place == state_of.ADMITTED or state.committed > self.step):
             self._check(function, state, silence)
@@ -389,25 +339,14 @@ class ReplicaSteps:
         requests = {index: self._request(_Kind.OPEN, None) for index in servers}
         self._exchanges.send_updates(requests, lambda *_: None, None)
 
-    def _clear(self) -> None:
-        self._contributed.clear()
-        self._updated.clear()
-        self._items = defaultdict(list)
-        self._reduction.clear()
-        self._reads.clear()
-        self._spare.clear()
-        for copy in self._used:
-            self._spare[len(copy)].append(copy)
-        self._used.clear()
-
     def _reduce(self, commit: ps_pb2.Contribution, function: FunctionContext) -> bool:
         """Reduce large gradients with the other replicas. False if the data of one of them has ended."""
         told = _Kind(updated=commit.updated, reduced=commit.reduced, calls=commit.calls, last_call=commit.last_call)
         if self._ask(_Kind.REDUCE, told, function).ended:
             return False
         try:
-            for server, piece, values in self._reduction.reduced(function.replica):
-                self._items[server].append(Kept(piece, padded([values]), values))
+            for server, piece, values in self._updates.reduction.reduced(function.replica):
+                self._updates.items[server].append(Kept(piece, padded([values]), values))
         except (MemberUnavailableError, MisuseError):
             function.check()
             if self._ask(_Kind.REDUCE, told, function).ended:  # raises what others have been told
@@ -417,7 +356,7 @@ class ReplicaSteps:
         return True
 
     def _stage(self, function: FunctionContext) -> None:
-        requests = {index: self._request(_Kind.STAGE, index) for index in self._items.keys() - {0}}
+        requests = {index: self._request(_Kind.STAGE, index) for index in self._updates.items.keys() - {0}}
         self._exchanges.send_updates(requests, lambda *_: None, function)
 
     def _ask(
@@ -438,13 +377,13 @@ class ReplicaSteps:
 
     def _request(self, kind: ps_pb2.Contribution.Kind, server: int | None) -> tuple[ps_pb2.Request, list[Buffer]]:
         """Return a contribution, with the updates of a server or without."""
-        items = self._items.get(server, []) if server is not None else []
+        items = self._updates.items.get(server, []) if server is not None else []
         request = ps_pb2.Request()
         request.update.CopyFrom(self._header)
         of = request.update.contribution
         of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
         of.replica, of.replicas, of.after, of.backup = self._replica, self._replicas, self._committed_in, self.backup
-        if self._together > 1:
-            of.together = self._together
+        if self._updates.steps > 1:
+            of.together = self._updates.steps
         request.update.items.extend(kept.item for kept in items)
         return request, [buffer for kept in items for buffer in kept.buffers]
