@@ -32,76 +32,27 @@ import functools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError
+from pscluster.core.errors import ProtocolError, PsClusterError, StaleError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, view
+from pscluster.core.transport.frames import Buffer
 from pscluster.ps.request_metrics import ShardTraffic
-from pscluster.ps.server.embedding.reserved_rows import reservation_of, resized
-from pscluster.ps.server.pages import Pages, in_items, pages_bytes, put_into, save, taken_from
+from pscluster.ps.server.embedding.reserved_rows import reservation_of
+from pscluster.ps.server.pages import arrays_named, in_items, pages_bytes, pages_of, taken_from
 from pscluster.ps.server.resharding import ACTIONS, Resharding
-from pscluster.ps.server.state.directory import HeldVariable
-from pscluster.ps.server.state.shard import Array, ChangedPages, Shard, pages_in
+from pscluster.ps.server.staged_shard import StagedShard
+from pscluster.ps.server.state.shard import Array, ChangedPages, Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MAX_PAGES, MOVE_BYTES
-from pscluster.ps.storage.arrivals import ShardFile
-from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.tables import row_items, row_limit
 from pscluster.v1 import node_pb2, ps_pb2
 
 _MAX_OVER = 64
 """The most moves that are remembered as over, so that late copies of their requests are refused."""
-
-
-@dataclass(slots=True)
-class _Staged:
-    """What has come of a shard."""
-
-    name: tuple[int, int]  # variable and shard
-    shape: tuple[int, ...]  # of the values
-    row_limit: int  # of a table's shard, whose rows may get more or fewer; else 0
-    row_items: int  # into how many items a row of a table is divided; else 0
-    arrays: dict[str, Array] = field(default_factory=dict)
-    state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
-    round: int = 0  # of the last pages that have come
-    file: ShardFile | None = None  # with the same, if the server saves what it has
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def drop(self) -> None:
-        """Remove what was written, unless it was saved."""
-        if self.file is not None:
-            self.file.discard()
-
-    def resize(self, rows: int, begin: Callable[[Mapping[str, Array]], ShardFile | None]) -> None:
-        """Go on with this many rows; a file that has no room for them is begun anew, with what has come."""
-        if rows == self.shape[0]:
-            return
-        self.arrays = {name: resized(array, rows, self.row_limit) for name, array in self.arrays.items()}
-        self.shape = rows, *self.shape[1:]
-        if self.file is not None and self.arrays and not self.file.has_room(self.arrays):
-            self.drop()
-            if (file := begin(self.with_room())) is not None:
-                for name, array in self.arrays.items():
-                    file.put(name, 0, view(array))
-            self.file = file
-
-    @property
-    def elements(self) -> int:
-        """How many elements, or items of a table's rows, pages are counted by."""
-        return self.shape[0] * self.row_items if self.row_items else math.prod(self.shape)
-
-    def with_room(self) -> Mapping[str, Array]:
-        """Return the arrays with rows for what may come until the shard is frozen, if it can get more."""
-        if not self.row_limit:
-            return self.arrays
-        rows = min(self.shape[0] + self.shape[0] // 4 + 4096, self.row_limit)
-        return {name: resized(array, rows, self.row_limit) for name, array in self.arrays.items()}
 
 
 class Moves:
@@ -111,7 +62,7 @@ class Moves:
         self._manager = manager
         self._resharding = Resharding(manager)
         self._lock = threading.Lock()
-        self._staged: dict[int, _Staged] = {}  # by move
+        self._staged: dict[int, StagedShard] = {}  # by move
         self._over: deque[int] = deque(maxlen=_MAX_OVER)  # moves that this server has nothing more to do with
         # Held while a shard is entered and saved: a later withdrawal learns what has become of it.
         self._committing = threading.Lock()
@@ -232,8 +183,8 @@ class Moves:
             known = shard.arrays()
         if items := row_items(held.spec):
             known = {name: in_items(_first_rows(array, request.state.rows), items) for name, array in known.items()}
-        arrays = _named(known, request.arrays)
-        pages = _pages_of(request, known["value"].size)
+        arrays = arrays_named(known, request.arrays)
+        pages = pages_of(request, known["value"].size)
         if (size := pages_bytes(pages, arrays)) > MOVE_BYTES:
             raise ProtocolError(f"a read of pages of {size:,} bytes; the limit is {MOVE_BYTES:,}: divide it")
         return ps_pb2.MoveReply(), [piece for array in arrays for piece in taken_from(array, pages)]
@@ -257,44 +208,21 @@ class Moves:
         limit = row_limit(held.spec, held.partition, request.shard)
         if limit and request.state.rows > limit:
             raise ProtocolError(f"a move of {request.state.rows:,} rows of {held.spec.name!r}; the limit is {limit:,}")
+        begin = functools.partial(self._manager.shard_file, *name)
         with self._lock:
             self._check_wanted(store, request)
             others = [each for move, each in self._staged.items() if move != request.id]
-            staged = self._staged.get(request.id, _Staged(name, shape, limit, row_items(held.spec)))
+            staged = self._staged.get(request.id, StagedShard(name, shape, limit, row_items(held.spec), begin))
             self._staged = {request.id: staged}  # a coordinator makes one move at a time
         for other in others:
             other.drop()
         if staged.name != name:
             raise ProtocolError("a move of two shards")
-        begin = functools.partial(self._manager.shard_file, *name)
-        with staged.lock:
-            if limit and request.state.arrays:
-                staged.resize(request.state.rows, begin)
-            if new := [array for array in request.state.arrays if array not in staged.arrays]:
-                staged.arrays.update({array: _blank(store, held, staged.shape, array, limit) for array in new})
-                staged.drop()  # with new arrays, all pages of all arrays come again
-                staged.file = begin(staged.with_room())
-        staged.state.MergeFrom(ps_pb2.ShardState(keys=request.state.keys))
+        staged.stage(store, held, request.state)
         return ps_pb2.MoveReply(), []
 
     def _write(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
-        staged = self._staged_as(store, request)
-        arrays, pages = _named(staged.arrays, request.arrays), _pages_of(request, staged.elements)
-        if staged.row_items:
-            arrays = [in_items(array, staged.row_items) for array in arrays]
-        if len(payload) != pages_bytes(pages, arrays):
-            raise ProtocolError(f"{len(payload):,} bytes for pages that take {pages_bytes(pages, arrays):,}")
-        at = 0
-        with staged.lock:
-            if request.round < staged.round:
-                raise StaleError("these pages are a late copy: later ones have come")
-            staged.round = request.round
-            for array in arrays:
-                size = pages_bytes(pages, [array])
-                put_into(array, pages, payload[at : at + size])
-                at += size
-            if staged.file is not None:
-                save(staged.file, dict(zip(request.arrays, arrays, strict=True)), pages, payload)
+        self._staged_as(store, request).write(request, payload)
         return ps_pb2.MoveReply(), []
 
     def _commit(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
@@ -310,7 +238,7 @@ class Moves:
         reach("ps.adopt.saved")
         return ps_pb2.MoveReply(committed=True), []
 
-    def _install(self, store: Store, request: ps_pb2.MoveRequest, staged: _Staged) -> None:
+    def _install(self, store: Store, request: ps_pb2.MoveRequest, staged: StagedShard) -> None:
         """Enter the shard, and save it; or raise PsClusterError, and leave all as it was."""
         state, spec, (variable, index) = request.state, request.spec, staged.name
         arrays = {name: staged.arrays[name] for name in state.arrays if name in staged.arrays}
@@ -372,7 +300,7 @@ class Moves:
         if staged is not None:
             staged.drop()
 
-    def _staged_as(self, store: Store, request: ps_pb2.MoveRequest) -> _Staged:
+    def _staged_as(self, store: Store, request: ps_pb2.MoveRequest) -> StagedShard:
         with self._lock:
             self._check_wanted(store, request)
             staged = self._staged.get(request.id)
@@ -431,33 +359,3 @@ def _first_rows(array: Array, rows: int) -> Array:
     if rows > len(array) and (space is None or rows > len(space)):
         raise ProtocolError(f"a move of {rows:,} rows of a shard that has {len(array):,}")
     return array[:rows] if space is None else space[:rows]
-
-
-def _named(arrays: dict[str, Array], names: Sequence[str]) -> list[Any]:
-    try:
-        return [arrays[name] for name in names]
-    except KeyError as error:
-        raise ProtocolError(f"a move of the array {error.args[0][:80]!r}, which is not there") from None
-
-
-def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str, limit: int) -> Array:
-    kind, _, rest = name.partition("/")
-    try:
-        if kind == "average":
-            store.directory.optimizer(int(rest))
-        elif kind != "slot" and name != "value":
-            raise ValueError
-        return blank_array(store, held, shape, name, limit)
-    except ValueError:
-        raise ProtocolError(f"a move of an array {name[:80]!r}") from None
-    except MemoryError:
-        raise InvalidUpdateError(
-            f"ps {store.index} has too little memory for a shard of {held.spec.name!r}, of shape {shape}"
-        ) from None
-
-
-def _pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
-    pages = np.array(request.pages, np.int64)
-    if len(pages) and (pages[-1] >= pages_in(elements) or (pages[1:] <= pages[:-1]).any()):
-        raise ProtocolError(f"pages of a shard that are not ascending, or not among its {pages_in(elements):,}")
-    return pages

@@ -12,13 +12,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.errors import PsClusterError
+from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.transport.frames import Buffer, view
-from pscluster.ps.server.state.shard import Array
+from pscluster.ps.server.state.shard import Array, pages_in
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.arrivals import ShardFile
+from pscluster.v1 import ps_pb2
 
 Pages = npt.NDArray[np.int64]
+
+
+def arrays_named(arrays: Mapping[str, Array], names: Sequence[str]) -> list[Any]:
+    """Return those of a shard's arrays that a move names. ProtocolError if there is no such array."""
+    try:
+        return [arrays[name] for name in names]
+    except KeyError as error:
+        raise ProtocolError(f"a move of the array {error.args[0][:80]!r}, which is not there") from None
+
+
+def pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
+    """Return the pages that a move names, of arrays with this many elements. ProtocolError if they are invalid."""
+    pages = np.array(request.pages, np.int64)
+    if len(pages) and (pages[-1] >= pages_in(elements) or (pages[1:] <= pages[:-1]).any()):
+        raise ProtocolError(f"pages of a shard that are not ascending, or not among its {pages_in(elements):,}")
+    return pages
 
 
 def in_items(array: Array, row_items: int) -> Any:
