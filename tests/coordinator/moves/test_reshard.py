@@ -73,8 +73,9 @@ class Server:
             for held in self.store.held()[0]
         ]
 
-    def shard_file(self, *_: object) -> None:
-        """There are no files."""
+    def may_extend(self, *_: object) -> bool:
+        """Return False: all is saved, without files."""
+        return False
 
     def save_shards(self, *_: object) -> None:
         self.save()

@@ -51,9 +51,6 @@ from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.tables import SEEN, check_table, row_limit
 from pscluster.v1 import ps_pb2
 
-_MOST_FILES = 16
-"""New shards that are saved in files of their own."""
-
 ACTIONS = frozenset(
     (
         ps_pb2.MoveRequest.MAKE,
@@ -268,7 +265,7 @@ class Resharding:
         held = store.directory.variables.get(known.new)
         if held is None:
             raise StaleError(f"ps {store.index} lacks the new shards: they were deleted")
-        if store.runs.known or len(held.shards) > _MOST_FILES:  # then the last manifest is not extended
+        if not self._manager.may_extend(store, len(held.shards)):
             self._manager.save()
             return
         files = dict[tuple[int, int], tuple[Shard, ShardFile | None]]()

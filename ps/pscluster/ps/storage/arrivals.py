@@ -44,7 +44,7 @@ from pscluster.ps.storage.files.tensor_files import lay_out
 from pscluster.v1 import ps_pb2, state_pb2
 
 MAX_FILES = 32
-"""With arrays in this many files, a whole generation is saved, which has few."""
+"""Beyond arrays in this many files, a whole generation is saved, which has few."""
 
 Array = npt.NDArray[Any]
 
@@ -128,6 +128,12 @@ def log_begins(manifest: state_pb2.Manifest) -> int:
     return manifest.log_generation or manifest.generation
 
 
+def may_extend(saved: state_pb2.Manifest, store: Store, arriving: int) -> bool:
+    """Return whether a manifest may be extended by this many shards, each in a file of its own."""
+    files = {array.file for shard in saved.shards for array in shard.arrays}
+    return not store.runs.known and len(files) + arriving <= MAX_FILES
+
+
 def extended(
     saved: state_pb2.Manifest, store: Store, arrived: Mapping[tuple[int, int], tuple[Shard, list[ps_pb2.SavedTensor]]]
 ) -> state_pb2.Manifest | None:
@@ -140,7 +146,7 @@ def extended(
     manifest = replay.manifest_of(store, contents)
     if (manifest.term, manifest.job, list(manifest.boot_ids)) != (saved.term, saved.job, list(saved.boot_ids)):
         return None
-    if store.runs.known or len({array.file for shard in saved.shards for array in shard.arrays}) >= MAX_FILES:
+    if not may_extend(saved, store, len(arrived)):
         return None
     known = {(shard.variable, shard.shard): shard for shard in saved.shards}
     for held in contents[0]:

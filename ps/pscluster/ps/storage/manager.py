@@ -29,7 +29,7 @@ from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.storage import replay
-from pscluster.ps.storage.arrivals import ShardFile, log_begins
+from pscluster.ps.storage.arrivals import ShardFile, log_begins, may_extend
 from pscluster.ps.storage.files.generations import DamagedError
 from pscluster.ps.storage.job_state import JobIdentity, JobState, sizes_of
 from pscluster.ps.storage.log.reader import Dropped, lost_in, records
@@ -308,6 +308,12 @@ class StateManager(StateSaver):
                 raise PsClusterError(f"a shard can't be saved: {self._words_of(error)}") from None
             self._arriving.append(file)
         return file
+
+    def may_extend(self, store: Store, arriving: int) -> bool:
+        """Return whether this many shards may be saved beside what was saved before; else `save` saves them, too."""
+        with self._changed:
+            job = self._job
+        return job is not None and job.saved is not None and may_extend(job.saved, store, arriving)
 
     def save_shards(
         self, store: Store, arrived: Mapping[tuple[int, int], tuple[Shard, ShardFile | None]] | None = None
