@@ -16,7 +16,7 @@ from tests.conftest import run_strategy, search
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.errors import ConfigurationError
-from pscluster.ps.client.reads.cache import CacheDecision, Key, ReadCache, cache_bytes
+from pscluster.ps.client.reads.cache import MAX_SHARDS, CacheDecision, Key, ReadCache, cache_bytes
 from pscluster.ps.server.state.shard import Shard
 
 KEY, OTHER = (1, 0), (2, 3)
@@ -141,6 +141,19 @@ def test_room() -> None:
     assert cache.used == 6
     assert cache.decide(OTHER, 1)[0] is CacheDecision.COPY
     assert cache.decide(KEY, 1)[0] is CacheDecision.STORE
+
+
+def test_shards_that_are_no_longer_read_are_forgotten() -> None:
+    """Each evaluation beside the training reads copies, which are deleted after it."""
+    cache = ReadCache(100)
+    for number in range(3 * MAX_SHARDS):
+        for key in (KEY, (number + 10, 0)):
+            assert cache.asks(key, 10)
+            if cache.decide(key, 1)[0] is CacheDecision.STORE:
+                cache.store(key, 1, memoryview(bytes(10)))
+    assert len(cache._shards) == MAX_SHARDS
+    assert cache.decide(KEY, 1)[0] is CacheDecision.COPY, "what is read all the time stays"
+    assert cache.used == 10
 
 
 @given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))

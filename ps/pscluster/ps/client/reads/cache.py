@@ -31,6 +31,9 @@ DEFAULT_MIB = 256
 
 _MOST_SKIPPED = 15
 
+MAX_SHARDS = 4096
+"""Shards of which something is known, with a copy or without; beyond that the least recently used are forgotten."""
+
 
 def cache_bytes() -> int:
     """Return the size of a process's cache, from the environment; 0 turns it off. ConfigurationError if invalid."""
@@ -67,7 +70,7 @@ class ReadCache:
         if size > self.limit:
             return False
         with self._lock:
-            shard = self._shards.setdefault(key, _Shard())
+            shard = self._known(key)
             if shard.skip:
                 shard.skip -= 1
                 return False
@@ -76,10 +79,9 @@ class ReadCache:
     def decide(self, key: Key, version: int) -> tuple[CacheDecision, bytes]:
         """Decide how to read a shard that now has this version; also return the copy, if it is to be used."""
         with self._lock:
-            shard = self._shards.setdefault(key, _Shard())
+            shard = self._known(key)
             if shard.version == version:
                 shard.backoff = 0
-                self._shards[key] = self._shards.pop(key)
                 return (CacheDecision.STORE, b"") if shard.copy is None else (CacheDecision.COPY, shard.copy)
             if shard.version is not None:
                 shard.backoff = shard.skip = min(2 * shard.backoff + 1, _MOST_SKIPPED)
@@ -101,6 +103,14 @@ class ReadCache:
             if self.used + len(copy) <= self.limit:
                 shard.copy = copy
                 self.used += len(copy)
+
+    def _known(self, key: Key) -> _Shard:
+        """Return what is known of a shard, which is now the last used one."""
+        shard = self._shards.pop(key, None) or _Shard()
+        while len(self._shards) >= MAX_SHARDS:  # such as those of variables that were deleted
+            self._drop(self._shards.pop(next(iter(self._shards))))
+        self._shards[key] = shard
+        return shard
 
     def _drop(self, shard: _Shard) -> None:
         if shard.copy is not None:
