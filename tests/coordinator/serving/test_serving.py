@@ -333,6 +333,47 @@ def test_parquet_has_rows_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert loaded.rows.tobytes() == rows[:count].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "ids", "problem"),
+    [
+        ("other", ROWS, [0, 1], "is of table 'other'"),
+        ("table", 10 * ROWS, [0, 1], rf"is of table 'table', float32\[{10 * ROWS}, {DIM}\], not of"),
+        ("table", ROWS, [4] * (ROWS + 1), "it has 1,001 of 1,000 rows"),
+        ("table", ROWS, [4] * ROWS, r"id 4 \(position 1\) comes after 4"),
+        ("table", ROWS, [*range(500), *range(499, 999)], r"id 499 \(position 500\) comes after 499"),
+    ],
+)
+def test_parquet_is_not_decoded_for_nothing(
+    made: tuple[Path, list[Array]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    rows: int,
+    ids: list[int],
+    problem: str,
+) -> None:
+    """A few KiB may stand for GiB of equal rows: what they are of, and their ids, are checked before."""
+
+    def decode(*_: Any) -> Any:
+        raise AssertionError
+
+    table = ServingTable.open(made[0] / "ckpt-000001", "table")
+    header = Header(name, np.dtype(np.float32), (rows, DIM), False, table.version, TableVersion(2, 32 * "b"))
+    changes = Changes(
+        header,
+        len(ids),
+        lambda: iter([np.array(ids, np.int64)]),
+        lambda some: np.zeros((len(some), DIM), np.float32),
+        lambda some: np.ones(len(some), np.bool_),
+    )
+    with (tmp_path / "delta").open("wb") as file:
+        delta_parquet.write(file, changes)
+    monkeypatch.setattr(delta_parquet, "_arrays", decode)
+    monkeypatch.setattr(delta_parquet, "_IDS_AT_ONCE", 500)
+    with pytest.raises(CheckpointError, match=problem):
+        table.follow(tmp_path / "delta")
+
+
 def test_parquet_that_cannot_be_is_refused(
     made: tuple[Path, list[Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,23 +116,29 @@ class LoadedDelta:
 
     @staticmethod
     def of(path: str | Path, header: Header, ids: RowIds, rows: Array, dropped: Mask) -> LoadedDelta:
-        """Check the ids. CheckpointError, which names the file and the place, if they are none of the table's."""
-        if header.id_bytes:
-            try:
-                check_strings(ids, header.table)
-            except InvalidUpdateError as error:
-                raise CheckpointError(f"{path} is not a readable delta: {error}") from None
-        falls = np.flatnonzero(ids[1:] <= ids[:-1])
-        if len(falls):
-            at = int(falls[0]) + 1
-            raise CheckpointError(
-                f"{path} is not a readable delta: id {shown(ids[at])} (position {at:,}) comes after "
-                f"{shown(ids[at - 1])}"
-            )
-        if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
-            at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))
-            raise CheckpointError(
-                f"{path} is not a readable delta: id {ids[at]} (position {at:,}) is not one of {header.shape[0]:,} rows"
-            )
+        """Check the ids. CheckpointError as of `check_ids`."""
+        check_ids(path, header, ids)
         delta = Delta(str(path), header.table, header.since, header.version, len(ids))
         return LoadedDelta(delta, header, ids, rows, dropped)
+
+
+def check_ids(path: str | Path, header: Header, ids: RowIds, first: int = 0) -> None:
+    """Raise CheckpointError, which names the file and the place, if ids from a position on are none of the table's."""
+    if header.id_bytes:
+        try:
+            check_strings(ids, header.table)
+        except InvalidUpdateError as error:
+            raise CheckpointError(f"{path} is not a readable delta: {error}") from None
+    falls = np.flatnonzero(ids[1:] <= ids[:-1])
+    if len(falls):
+        at = int(falls[0]) + 1
+        raise CheckpointError(
+            f"{path} is not a readable delta: id {shown(ids[at])} (position {first + at:,}) comes after "
+            f"{shown(ids[at - 1])}"
+        )
+    if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
+        at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))
+        raise CheckpointError(
+            f"{path} is not a readable delta: id {ids[at]} (position {first + at:,}) is not one of "
+            f"{header.shape[0]:,} rows"
+        )

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from xxhash import xxh3_128
 
-from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta, Mask
+from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta, Mask, check_ids
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.transport.frames import view
 from pscluster.ps.row_ids import RowIds, string_ids, texts_of
@@ -31,6 +31,7 @@ from pscluster.ps.storage.files.tensor_files import Array
 MAGIC = b"PAR1"
 _CHECKSUM_KEY = f"{KEY}-checksum"
 _GROUP_BYTES = 16 << 20
+_IDS_AT_ONCE = 1 << 16
 _TYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "bool"),
@@ -112,8 +113,16 @@ def _column(pa: Any, schema: Any, rows: Array) -> Any:
     return values if rows.ndim == 1 else pa.FixedSizeListArray.from_arrays(values, type=schema.field("row").type)
 
 
-def read(path: str | Path, data: bytes) -> LoadedDelta:
+def read(path: str | Path, data: bytes, accept: Callable[[Header], object] | None = None) -> LoadedDelta:
     """Read a delta.
+
+    A few bytes may stand for many equal rows, so its header, and of each row group the ids, are checked before rows are
+    decoded: they must be different ones.
+
+    Args:
+        path: of the file, for errors.
+        data: the file.
+        accept: called with its header first; raises an error for a delta that is not wanted.
 
     Raises:
         CheckpointError: it is not what was written; the message names the file and the row group.
@@ -139,20 +148,24 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         raise CheckpointError(
             f"{path} is not a readable delta: its columns are {columns[0]:.500}, not {columns[1]}; {HINT}"
         )
+    if accept is not None:
+        accept(header)
     count = file.metadata.num_rows
+    if not header.any_ids and count > header.shape[0]:
+        raise CheckpointError(f"{path} is not a readable delta: it has {count:,} of {header.shape[0]:,} rows")
     ids, rows, masks = list[RowIds](), list[Array](), list[Mask]()
     for group in range(file.num_row_groups):
         try:
-            table = file.read_row_group(group)
+            ids.append(_ids(path, file.iter_batches(_IDS_AT_ONCE, [group], ["id"]), header, ids))
+            table = file.read_row_group(group, columns=[name for name in expected.names if name != "id"])
             table.validate(full=True)
-            found = _arrays(table, header)
+            found = _arrays(table, header, len(ids[-1]))
         except wrong as error:
             raise CheckpointError(
                 f"{path} is damaged: row group {group} can't be decoded ({_said(error)}); {HINT}"
             ) from None
-        ids.append(found[0])
-        rows.append(found[1])
-        masks.append(found[2])
+        rows.append(found[0])
+        masks.append(found[1])
     all_ids = np.concatenate(ids) if ids else np.empty(0, header.id_dtype)
     all_rows: Array = np.concatenate(rows) if rows else np.empty((0, *header.shape[1:]), header.dtype)
     digest = xxh3_128(text)
@@ -166,17 +179,33 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     return LoadedDelta.of(path, header, all_ids, all_rows, dropped)
 
 
-def _arrays(table: Any, header: Header) -> tuple[RowIds, Array, Mask]:
-    """Return the columns of a row group. ValueError if there are nulls, or not as many of one as of the other."""
+def _ids(path: str | Path, batches: Iterator[Any], header: Header, before: Sequence[RowIds]) -> RowIds:
+    """Return the ids of a row group. ValueError if there are nulls, CheckpointError as of `check_ids`."""
+    found, position = [], sum(map(len, before))
+    last: RowIds = before[-1][-1:] if before else np.empty(0, header.id_dtype)
+    for batch in batches:
+        batch.validate(full=True)
+        column = batch.column("id")
+        if column.null_count:
+            raise ValueError("it has nulls")
+        ids = column.to_numpy(zero_copy_only=False)
+        if header.id_bytes:
+            ids = string_ids(ids, header.table, header.id_bytes).astype(header.id_dtype)
+        check_ids(path, header, np.concatenate((last, ids)), position - len(last))
+        found.append(ids)
+        position, last = position + len(ids), ids[-1:]
+    return np.concatenate(found) if found else np.empty(0, header.id_dtype)
+
+
+def _arrays(table: Any, header: Header, count: int) -> tuple[Array, Mask]:
+    """Return the other columns of a row group. ValueError if there are nulls, or not as many rows as ids."""
     columns = [table.column(name).combine_chunks() for name in table.column_names]
-    values = columns[1].flatten() if len(header.shape) > 1 else columns[1]
+    values = columns[0].flatten() if len(header.shape) > 1 else columns[0]
     if any(column.null_count for column in (*columns, values)):
         raise ValueError("it has nulls")
-    ids, flat = (column.to_numpy(zero_copy_only=False) for column in (columns[0], values))
-    if header.id_bytes:
-        ids = string_ids(ids, header.table, header.id_bytes).astype(header.id_dtype)
-    dropped = columns[2].to_numpy(zero_copy_only=False) if header.any_ids else np.zeros(len(ids), np.bool_)
-    return ids, flat.reshape(len(ids), *header.shape[1:]), dropped
+    flat = values.to_numpy(zero_copy_only=False)
+    dropped = columns[1].to_numpy(zero_copy_only=False) if header.any_ids else np.zeros(count, np.bool_)
+    return flat.reshape(count, *header.shape[1:]), dropped
 
 
 def _said(error: Exception) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -105,8 +105,12 @@ def _numbered(directory: str, number: int) -> str:
     return path_of(directory, number)
 
 
-def read_delta(path: str | Path) -> LoadedDelta:
+def read_delta(path: str | Path, accept: Callable[[Header], object] | None = None) -> LoadedDelta:
     """Read a delta, whole, in whichever format it begins as.
+
+    Args:
+        path: of the file.
+        accept: called with its header before rows are decoded; raises an error for a delta that is not wanted.
 
     Raises:
         CheckpointError: it can't be read, or is not what was written; the message names the file.
@@ -118,8 +122,11 @@ def read_delta(path: str | Path) -> LoadedDelta:
         raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
     # As the length of a header in safetensors, this would be more than is allowed.
     if data.startswith(delta_parquet.MAGIC):
-        return delta_parquet.read(path, data)
-    return delta_safetensors.read(path, data)
+        return delta_parquet.read(path, data, accept)
+    loaded = delta_safetensors.read(path, data)
+    if accept is not None:
+        accept(loaded.header)
+    return loaded
 
 
 def _changes(earlier: Mapped, later: Mapped, header: Header) -> Changes:

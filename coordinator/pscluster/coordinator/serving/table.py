@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.index import read_index
 from pscluster.coordinator.serving.by_id import MappedById
-from pscluster.coordinator.serving.delta_files import Delta, LoadedDelta, Mask
+from pscluster.coordinator.serving.delta_files import Delta, Header, LoadedDelta, Mask
 from pscluster.coordinator.serving.deltas import read_delta
 from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table, of_newest
 from pscluster.coordinator.serving.versions import TableVersion
@@ -166,17 +166,21 @@ class ServingTable:
             MisuseError: it is in Parquet, and there is no pyarrow. In all cases nothing has changed.
         """
         with self._changing:
-            state, loaded = self._state, read_delta(path)
-            delta, base = loaded.delta, state.base
-            header = loaded.header
-            expected, found = (base.name, base.dtype.name, base.shape), (header.table, header.dtype.name, header.shape)
-            if expected != found:
-                raise CheckpointError(
-                    f"{path} is of table {found[0]!r}, {found[1]}{list(found[2])}, not of {expected[0]!r}, "
-                    f"{expected[1]}{list(expected[2])}"
-                )
-            if header.id_dtype != state.ids.dtype:
-                raise CheckpointError(f"{path} has ids of another kind or length than {base.name!r}")
+            state, base = self._state, self._state.base
+
+            def accept(header: Header) -> None:
+                expected = base.name, base.dtype.name, base.shape
+                found = header.table, header.dtype.name, header.shape
+                if expected != found:
+                    raise CheckpointError(
+                        f"{path} is of table {found[0]!r}, {found[1]}{list(found[2])}, not of {expected[0]!r}, "
+                        f"{expected[1]}{list(expected[2])}"
+                    )
+                if header.id_dtype != state.ids.dtype or header.any_ids != isinstance(base, MappedById):
+                    raise CheckpointError(f"{path} has ids of another kind or length than {base.name!r}")
+
+            loaded = read_delta(path, accept)
+            delta = loaded.delta
             if delta.since.digest != state.version.digest:
                 raise StaleError(
                     f"{path} leads from version {delta.since} of {base.name!r} to {delta.version}, but {state.version} "
