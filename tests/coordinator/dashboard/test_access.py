@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +26,8 @@ from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
+from pscluster.coordinator.dashboard import watch as watch_module
+from pscluster.coordinator.dashboard.watch import SHARE, Watch
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
 from pscluster.core.security import tokens
 from pscluster.core.security.tokens import load_token, new_token
@@ -62,7 +66,14 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
         assert [row["task"] for row in state["workers"]] == ["worker 0", "worker 1"]
         assert {row["state"] for row in state["servers"]} == {"serving"}
         coordinator.context.event_log.record("worker 0", "error", "it failed", "a traceback: \u00e9")
-        (error,) = json.loads(ask(page, "/state.json")[2])["errors"]
+        errors: list[Any] = []
+
+        def shows_error() -> bool:
+            errors[:] = json.loads(ask(page, "/state.json")[2])["errors"]
+            return bool(errors)
+
+        until(shows_error, "the page has the error")
+        (error,) = errors
         assert ask(page, f"/error/{error['number']}")[2] == "a traceback: \u00e9\n"
         assert error["detail"] not in ask(page, "/events")[2]
         assert ask(page, "/error/999999")[0] == ask(page, "/error/x")[0] == 404
@@ -77,6 +88,32 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
             assert ask(page, path)[0] == 404
     with pytest.raises(OSError, match="refused"):
         ask(page)
+
+
+def test_callers_in_a_loop_share_contents(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As anyone on this machine may be: of a large cluster, contents take a while to make."""
+    now, made = [0.0], list[bool]()
+
+    def contents(*, details: bool = False) -> str:
+        now[0] += 1.0
+        made.append(details)
+        return f"{len(made)}"
+
+    watch = Watch(coordinator.context)
+    monkeypatch.setattr(watch, "_contents", contents)
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def ask_again(times: int) -> set[str]:
+        return {await watch.state() for _ in range(times)} | {await anext(watch.updates()) for _ in range(times)}
+
+    async def ask_later() -> set[str]:
+        now[0] += 1 / SHARE
+        return await ask_again(3)
+
+    monkeypatch.setattr(watch, "_ask_once", lambda: asyncio.sleep(0))
+    assert asyncio.run(ask_again(50)) == {"1", "2"}
+    assert asyncio.run(ask_later()) == {"3", "4"}
+    assert made == [True, False] * 2
 
 
 def test_no_asset_is_elsewhere() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -41,6 +42,10 @@ OLD_SECONDS = 5.0
 
 SAMPLE_SECONDS = 1.0
 
+SHARE = 0.1
+"""Of a core, the most that is spent on contents for callers who ask again and again, as any user of the machine may on
+loopback: until then they get the same."""
+
 
 class Watch:
     def __init__(self, context: JobContext) -> None:
@@ -60,6 +65,7 @@ class Watch:
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._text = ""
+        self._made: dict[bool, tuple[float, str]] = {}  # contents, with details or without, and until when they count
         self._ended = False
 
     async def run(self) -> None:
@@ -149,12 +155,21 @@ class Watch:
         )
         return json.dumps(page(snapshot, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
+    def _recent(self, *, details: bool) -> str:
+        """Return contents that have just been made, or others if making them took so long that callers share them."""
+        begin = time.monotonic()
+        until, text = self._made.get(details, (-math.inf, ""))
+        if begin >= until or self._ended:
+            text, end = self._contents(details=details), time.monotonic()
+            self._made[details] = end + (end - begin) / SHARE, text
+        return text
+
     async def state(self) -> str:
-        """Return the current contents of the page, with details; query the roles if their answers are out of date."""
+        """Return the contents of the page, with details; query the roles if their answers are out of date."""
         if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # once for any number of callers
             self._forget_old()
             await self._ask_once()
-        return self._contents(details=True)
+        return self._recent(details=True)
 
     def detail(self, event_number: int) -> str | None:
         """Return the traceback of the error with this number; None if there is none, or it is no longer recorded."""
@@ -176,7 +191,7 @@ class Watch:
 
     async def updates(self) -> AsyncIterator[str]:
         """Yield the contents of the page at each update, until the end. A slow caller gets fewer."""
-        sent = self._contents()
+        sent = self._recent(details=False)
         yield sent
         while not self._ended:
             async with self._changed:
