@@ -77,6 +77,39 @@ def test_coordinator_that_waits(signum: signal.Signals, tmp_path: Path) -> None:
         assert coordinator.output.splitlines()[-1].endswith(f"stopped by {signum.name} before the script had ended")
 
 
+FINALIZERS = """
+import os, signal, sys, time
+
+class Closed:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        for _ in range(1000):  # the signal arrives here, where Python drops what its handler raises
+            pass
+
+def count():
+    value = Closed()
+    del value
+    while True:
+        time.sleep(0.01)
+
+try:
+    count()
+finally:
+    print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_coordinator_in_a_finalizer(signum: signal.Signals, tmp_path: Path) -> None:
+    """The script ends by a signal also where Python drops exceptions: in a finalizer, such as those of gRPC."""
+    with Roles(make_cluster(), tmp_path) as roles:
+        coordinator = roles.coordinator(FINALIZERS, str(int(signum)))
+        assert coordinator.wait() == 128 + signum
+        assert "cleaned up" in coordinator.output
+        assert f"stopped by {signum.name} before the script had ended" in coordinator.output
+        assert "Exception ignored" not in coordinator.output
+
+
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_coordinator_in_join(signum: signal.Signals, tmp_path: Path) -> None:
     """A coordinator in join() ends the job cleanly: the roles are told, and serve the next coordinator."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import types
 from collections.abc import Sequence
@@ -26,6 +29,9 @@ from pscluster.core.role.process import configure_logging, log_options, main_of,
 from pscluster.core.security.tokens import hide_token
 
 logger = logging.getLogger(__name__)
+
+
+_REPEAT_SECONDS = 0.05  # after which a signal whose exception was dropped is raised once more
 
 
 class _Stopped(KeyboardInterrupt):
@@ -53,11 +59,16 @@ def run_coordinator(
     configure_logging(name, options.log_level, options.log_format)
     tune_allocator()
     stopped: list[signal.Signals] = []
-    in_script, has_ended = False, False
+    in_script, has_ended, again = False, False, False
     unfinished = 0  # the signal that arrived before the script had ended
 
     def handle(signal_number: int, _frame: object) -> None:
-        nonlocal unfinished
+        nonlocal unfinished, again
+        if again:
+            again = False
+            if in_script:
+                raise _Stopped
+            return
         if stopped:
             os._exit(128 + signal_number)
         stopped.append(signal.Signals(signal_number))
@@ -66,8 +77,21 @@ def run_coordinator(
         if in_script:
             raise _Stopped
 
+    def repeat() -> None:
+        nonlocal again
+        time.sleep(_REPEAT_SECONDS)
+        again = True
+        signal.pthread_kill(threading.main_thread().ident or 0, stopped[0])
+
+    def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not _Stopped:
+            sys.__unraisablehook__(dropped)
+        elif in_script:  # it was raised in a finalizer or a callback of C code, which can't end the script
+            _thread.start_new_thread(repeat, ())  # not `threading`, of which a finalizer may run with a lock held
+
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    sys.unraisablehook = on_unraisable
     if options.exit_with_parent:
         on_parents_death(lambda: None if stopped else os.kill(os.getpid(), signal.SIGTERM))
     sys.argv = [script, *args]
