@@ -659,7 +659,7 @@ def test_arguments(model: Model, tmp_path: Path) -> None:
 
 
 def test_restore_or_initialize(manager: CheckpointManager, model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing; the newest; the newest that is whole, and the others are told of."""
+    """Nothing; the newest; the newest that is whole, and the others are told of; an error if none of them is."""
     assert manager.restore_or_initialize() is RestoredFrom.NOTHING
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         manager.restore()
@@ -683,8 +683,8 @@ def test_restore_or_initialize(manager: CheckpointManager, model: Model, caplog:
     assert f"{second}/index.json" in errors[1]
     flip_value(first, "dense")
     refused(model, lambda: manager.restore(first), "damaged")
-    assert manager.restore_or_initialize() is RestoredFrom.NOTHING
-    assert model.facts() == facts[0]
+    refused(model, manager.restore_or_initialize, rf"none of the checkpoints in .*; of the newest, {bad} is damaged")
+    assert manager.checkpoints == [first, second, third], "they are not replaced by those of a job that started over"
 
 
 def test_live_variables_stay(manager: CheckpointManager, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,13 +287,15 @@ class CheckpointManager(StaysHere):
 
         Live variables that this coordinator has attached to stay, unless an earlier one died while it restored a
         checkpoint. Otherwise the newest undamaged checkpoint is restored, and errors of damaged ones are logged. If
-        there is none, the job begins with the initial values. Layers given as `features` are restored with the
-        variables; beside live variables, those that are not adapted, from the newest checkpoint.
+        there is no checkpoint at all, the job begins with the initial values. Layers given as `features` are restored
+        with the variables; beside live variables, those that are not adapted, from the newest checkpoint.
 
         Raises:
             CheckpointMismatchError: the newest undamaged checkpoint has other variables than the job. To begin with the
                 initial values all the same, give another directory.
+            CheckpointError: there are checkpoints, but none can be restored.
         """
+        newest: CheckpointError | None = None
         context = self.checkpoint.context
         if context.resumed:
             try:
@@ -312,10 +314,16 @@ class CheckpointManager(StaysHere):
                     raise  # it is valuable all the same, and new checkpoints would replace it
                 except CheckpointError as error:
                     logger.error("%s can't be restored: %s", path, error)
+                    newest = newest or error
                 else:
                     logger.info("restored %s", path)
                     return RestoredFrom.CHECKPOINT
         if context.resumed:  # the servers hold half a restore, not initial values
             check_restored(context)
+        if newest is not None:  # those of a job that started over would replace what may still be repaired
+            raise CheckpointError(
+                f"none of the checkpoints in {self.directory} can be restored; of the newest, {newest}. To begin with "
+                "the initial values, move them away"
+            ) from newest
         logger.info("there is no checkpoint in %s; starting from the initial values", self.directory)
         return RestoredFrom.NOTHING
