@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import tarfile
 import threading
 import types
@@ -311,6 +312,13 @@ def test_urls(folder: Path) -> None:
         for copy in "12":
             MEMORY.pipe(f"/pscluster-test/{copy}{name}", (folder / name).read_bytes())
     assert column(read(sources.parquet("memory://pscluster-test/*.parquet"), batch=100)) == 2 * list(range(ROWS))
+    bits, damaged = random.Random(1).randbytes(40_000), folder / "damaged.tar.gz"
+    tar(damaged, {"a.x": bits, "b.x": bits[::-1]})
+    whole = damaged.read_bytes()
+    for content in (whole[:-4], whole[:-1500] + bytes([whole[-1500] ^ 1]) + whole[-1499:]):
+        damaged.write_bytes(content)
+        with pytest.raises(DatasetError, match=r"'.*damaged.tar.gz' can't be read as a tar file"):
+            read(sources.webdataset("damaged.tar.gz"))
     urls = ["memory://pscluster-test/1a.csv", "memory://pscluster-test/2a.csv"]
     assert column(read(sources.csv(urls, block_bytes=5000), batch=100)) == 2 * list(range(ROWS))
     filtered = sources.parquet(urls[0].replace("csv", "parquet"), filters=[("number", "<", 3)])

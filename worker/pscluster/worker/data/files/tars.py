@@ -5,12 +5,14 @@ Each tar is a block that is read as a stream: it may be larger than memory.
 
 from __future__ import annotations
 
+import gzip
 import os
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from pscluster.worker.data.files.opening import DataFile, Opener, of_each
 from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 KEY = "__key__"
+_STEP = 1 << 16
 
 
 class _Member(tarfile.TarInfo):
@@ -79,12 +82,21 @@ class TarFiles(Blocks):
         """Yield the names and contents of the files in a tar."""
         with self._opener.open(file) as opened:
             try:
-                with tarfile.open(fileobj=opened, mode="r|*", tarinfo=_Member) as tar:
+                with _unzipped(opened) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as tar:
                     for member in tar:
                         if (content := tar.extractfile(member) if member.isfile() else None) is not None:
                             yield member.name, content.read()
-            except (tarfile.TarError, EOFError, OSError) as error:
+                    while stream.read(_STEP):  # to the end, where gzip has the checksum
+                        pass
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
                 raise ValueError(f"{file.path!r} can't be read as a tar file: {error}") from None
+
+
+def _unzipped(opened: BinaryIO) -> BinaryIO:
+    """Return what a file of gzip has, else the file. `tarfile` does not look at the checksums of gzip."""
+    magic = opened.read(2)
+    opened.seek(0)
+    return cast("BinaryIO", gzip.GzipFile(fileobj=opened)) if magic == b"\x1f\x8b" else opened
 
 
 def examples_of(members: Iterable[tuple[str, bytes]], tar: str) -> Iterator[dict[str, Any]]:
