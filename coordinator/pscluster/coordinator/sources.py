@@ -12,6 +12,7 @@ kinds are read by row. Columns become arrays by name: see `pscluster.worker.data
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -243,7 +244,7 @@ def _names(argument: str, names: Sequence[str] | None) -> list[str] | None:
         raise TypeError(f"{argument} is {names!r:.100}; give a list of names")
     if not names:
         raise ValueError(f"{argument} is empty: give at least one name, or leave it out")
-    if twice := [name for name in names if list(names).count(name) > 1]:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"{argument} has {twice[0]!r} twice")
     return list(names)
 

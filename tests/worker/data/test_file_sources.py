@@ -31,6 +31,7 @@ from pscluster.core.errors import DatasetError, MisuseError
 from pscluster.core.functions import policy
 from pscluster.core.values.decoding import decode
 from pscluster.core.values.encoding import encode
+from pscluster.worker.data.files import lines
 from pscluster.worker.data.files.columns import need_arrow
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import Blocks, Ranges, source_of
@@ -236,9 +237,23 @@ def test_csv(folder: Path) -> None:
     plain = read(sources.csv("b.tsv", names=["n", "s"], delimiter="\t", quoting=False, types={"s": str}), batch=2)
     assert plain[0]["s"].tolist() == ['5"', "6"]
     (folder / "c.csv").write_text('n,s\n1,"a\nb"\n2,"c\n\nd"\n3,e\n')
+    (folder / "d0.csv").write_text("n,s")
+    (folder / "d1.csv").write_text("n,s\n5,f\n")
+    rows = read(sources.csv("d?.csv"), batch=1)
+    assert column(rows, "n") == [5], "types are those of the first file with rows"
     for size in (*range(1, 30), 1000):
         rows = read(sources.csv("c.csv", quoted_newlines=True, block_bytes=size), batch=1)
         assert (column(rows, "n"), column(rows, "s")) == ([1, 2, 3], ["a\nb", "c\n\nd", "e"])
+
+
+@pytest.mark.timeout(60)  # of a second: nothing is done for each pair of columns
+def test_csv_of_many_columns(folder: Path) -> None:
+    """Whose header is longer than what is looked at of other files."""
+    names = [f"feature {number}" for number in range(10_000)]
+    (folder / "wide.csv").write_text(",".join(names) + "\n" + ",".join(map(str, range(10_000))) + "\n")
+    (row,) = read(sources.csv("wide.csv"), batch=1)
+    assert list(row) == names
+    assert row[names[-1]].tolist() == [9_999]
 
 
 def test_json(folder: Path) -> None:
@@ -297,6 +312,13 @@ def test_tars(folder: Path) -> None:
         DatasetError, match=r"after the first \d\d examples of the file '.*cut.tar'.* has no end, so it"
     ):
         read(sources.webdataset("cut.tar"))
+    bits, damaged = random.Random(1).randbytes(40_000), folder / "damaged.tar.gz"
+    tar(damaged, {"a.x": bits, "b.x": bits[::-1]})
+    whole = damaged.read_bytes()
+    for content in (whole[:-4], whole[:-1500] + bytes([whole[-1500] ^ 1]) + whole[-1499:]):
+        damaged.write_bytes(content)
+        with pytest.raises(DatasetError, match=r"'.*damaged.tar.gz' can't be read as a tar file"):
+            read(sources.webdataset("damaged.tar.gz"))
     with pytest.raises(DatasetError, match=r"'.*twice.tar' has 'a.X' twice in one example"):
         read(sources.webdataset("twice.tar"))
     (folder / "a.txt").write_text("x")
@@ -312,13 +334,6 @@ def test_urls(folder: Path) -> None:
         for copy in "12":
             MEMORY.pipe(f"/pscluster-test/{copy}{name}", (folder / name).read_bytes())
     assert column(read(sources.parquet("memory://pscluster-test/*.parquet"), batch=100)) == 2 * list(range(ROWS))
-    bits, damaged = random.Random(1).randbytes(40_000), folder / "damaged.tar.gz"
-    tar(damaged, {"a.x": bits, "b.x": bits[::-1]})
-    whole = damaged.read_bytes()
-    for content in (whole[:-4], whole[:-1500] + bytes([whole[-1500] ^ 1]) + whole[-1499:]):
-        damaged.write_bytes(content)
-        with pytest.raises(DatasetError, match=r"'.*damaged.tar.gz' can't be read as a tar file"):
-            read(sources.webdataset("damaged.tar.gz"))
     urls = ["memory://pscluster-test/1a.csv", "memory://pscluster-test/2a.csv"]
     assert column(read(sources.csv(urls, block_bytes=5000), batch=100)) == 2 * list(range(ROWS))
     filtered = sources.parquet(urls[0].replace("csv", "parquet"), filters=[("number", "<", 3)])
@@ -392,6 +407,10 @@ def broken(folder: Path) -> Path:
     (folder / "ba.csv").write_text("b,a\n1,2\n")
     (folder / "twice.csv").write_text("a,b,a\n1,2,3\n")
     (folder / "latin.csv").write_bytes("a,b\n1,Ol\xe9\n".encode("latin1"))
+    (folder / "latin_header.csv").write_bytes("a,Ol\xe9\n1,2\n".encode("latin1"))
+    (folder / "mac.csv").write_bytes(b"a,b\r1,2\r")
+    (folder / "broken_header.csv").write_text('"a\nx",b\n1,2\n')
+    (folder / "long.csv").write_text("a\n" + "x" * 1_300_000)
     (folder / "sub").mkdir()
     os.mkfifo(folder / "pipe")
     return folder
@@ -470,6 +489,17 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: sources.csv("latin.csv"),
         "the column 'b' of '.*latin.csv' has text that is not UTF-8: .*types={'b': 'binary'} to read it as bytes",
     ),
+    (lambda: sources.csv("latin_header.csv"), "the header of '.*latin_header.csv' is not UTF-8: .*; convert the file"),
+    (lambda: sources.csv("mac.csv"), "'.*mac.csv' has a carriage return within its first line: end lines with line"),
+    (
+        lambda: sources.csv("broken_header.csv", quoted_newlines=True),
+        "'.*broken_header.csv' has a line break within a name of its header: rename that column",
+    ),
+    (lambda: sources.csv("long.csv"), "'.*long.csv' is not a CSV file: the line at byte 2 has more than 100,000 bytes"),
+    (
+        lambda: sources.csv("ab.csv", types={"a": "float16"}),
+        "types has 'float16' for 'a', which can't be read from text: CSV conversion to halffloat is not supported",
+    ),
     (lambda: sources.csv("ab.csv", columns=["c"]), "'.*ab.csv' has no column 'c': its columns are 'a', 'b'"),
     (lambda: sources.csv("ab.csv", types={"a": "floaty"}), "types has 'floaty' for 'a', which is not a type"),
     (lambda: sources.csv("ab.csv", types={"c": "int8"}), "the selection of types= has no column 'c'"),
@@ -485,8 +515,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-def test_what_is_refused_at_once(broken: Path) -> None:
+def test_what_is_refused_at_once(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the source is made, with the file, the column and a hint."""
+    monkeypatch.setattr(lines, "LONGEST_LINE", 100_000)
     for make, said in REFUSED:
         with pytest.raises((ValueError, TypeError, FileNotFoundError, MisuseError), match=said):
             make()
@@ -513,7 +544,7 @@ LINES = 300_000  # more than what is looked at when the source is made
 @pytest.mark.parametrize(
     ("make", "header", "more", "said"),
     [
-        (sources.csv, "n,s\n", b"1,a\nx,b\n", "line 300,003 of '.*f' can't be parsed: .*'x'"),
+        (sources.csv, "n,s\n", b"1,a\nx,b\n", "line 300,003 of '.*f' can't be parsed: In column 'n': .*'x'; or give"),
         (sources.csv, "n,s\n", b"1,a\n1,2,3\n", "line 300,003 of '.*f' can't be parsed: .*got 3"),
         (sources.csv, "n,s\n", b'1,a\n1,"a\n', "line 300,003 of '.*f' has a quoted value that does not end on it"),
         (sources.csv, "n,s\n", b"1,a\n,b\n", r"'n' of '.*f' has nulls \(1 of the .*, fill_nulls={'n': \.\.\.}"),
@@ -528,11 +559,32 @@ def test_bad_lines_are_named(folder: Path, make: Callable[..., Any], header: str
             read(make("f", block_bytes=size), batch=1 << 20)
 
 
-def test_bad_json_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"n": "x"}', r"can't be parsed: JSON parse error: Column\(/n\) .*; or give other types= for its columns"),
+        (b'{"s": "", "n": 1.5}', "can't be parsed: column 'n': Failed to convert JSON to int64, .*:1.5; or give other"),
+        (b'{"n": 1, "s": "\xff"}', "is not UTF-8: invalid start byte"),
+    ],
+)
+def test_bad_json_is_named(folder: Path, line: bytes, said: str) -> None:
     """As above."""
-    (folder / "f").write_bytes(b'{"n": 1}\n' * LINES + b'\n{"n": "x"}\n')
-    with pytest.raises(DatasetError, match=r"line 300,002 of '.*f' can't be parsed: JSON parse error: Column\(/n\)"):
-        read(sources.json_lines("f", block_bytes=1 << 19), batch=1 << 20)
+    (folder / "f").write_bytes(b'{"n": 1, "s": "a"}\n' * LINES + b"\n" + line + b'\n{"n": 1, "s": "a"}\n')
+    for size in (1 << 19, 1 << 23):
+        with pytest.raises(DatasetError, match=f"line 300,002 of '.*f' {said}"):
+            read(sources.json_lines("f", block_bytes=size), batch=1 << 20)
+
+
+def test_values_that_have_no_array(folder: Path) -> None:
+    """Text that is not UTF-8, whose column is named; and what is to be read for nulls is never rounded."""
+    bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    write(folder / "a.parquet", pa.table({"n": pa.array([None], pa.int32()), "s": bad}))
+    for fill, said in (
+        (1.5, "has 1.5 for 'n', which is of type int32: give a whole"),
+        (1.0, "'s' of '.*' has text that"),
+    ):
+        with pytest.raises(DatasetError, match=said):
+            read(sources.parquet("a.parquet", fill_nulls={"n": fill}), batch=1)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "arrow", "npy"])

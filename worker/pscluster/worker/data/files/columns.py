@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import numbers
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,10 @@ import numpy.typing as npt
 from pscluster.core.errors import MisuseError
 
 Columns = dict[str, npt.NDArray[Any]]
+
+
+class NotUtf8Error(ValueError):
+    """A column of text has a value that is not UTF-8."""
 
 
 def need_arrow(module: str = "pyarrow") -> Any:
@@ -36,8 +42,9 @@ def need_arrow(module: str = "pyarrow") -> Any:
 
 def check_names(wanted: Sequence[str], there_are: Sequence[str], where: str) -> None:
     """Raise ValueError if a wanted column is not there."""
+    existing = set(there_are)
     for name in wanted:
-        if name not in there_are:
+        if name not in existing:
             close = difflib.get_close_matches(str(name), there_are, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             shown = ", ".join(map(repr, there_are[:50])) + (", ..." if len(there_are) > 50 else "")
@@ -46,8 +53,9 @@ def check_names(wanted: Sequence[str], there_are: Sequence[str], where: str) -> 
 
 def check_schema(schema: Any, where: str) -> None:
     """Raise ValueError if a column has no array: it is of a type that NumPy lacks, or its name is not unique."""
+    counts = Counter(schema.names)
     for field in schema:
-        if schema.names.count(field.name) > 1:
+        if counts[field.name] > 1:
             raise ValueError(f"{where} has several columns {field.name!r}: give others in columns=")
         if not _has_array(field.type):
             raise ValueError(
@@ -95,19 +103,20 @@ def arrays_of(
         first_row: of the table in the file; None: unknown.
 
     Raises:
-        ValueError: a column has nulls and no value in their place.
+        NotUtf8Error: text is not UTF-8.
+        ValueError: a column has nulls and no value in their place, or one that is not of its type.
     """
-    numbers = _numbers()
+    plain = _plain_ids()
     return {
         name: column.to_numpy()
-        if column.type.id in numbers and not column.null_count  # nearly always: in half the time
-        else _array_of(_filled(column, name, fills or {}, where, first_row))
+        if column.type.id in plain and not column.null_count  # nearly always: in half the time
+        else _checked_array(_filled(column, name, fills or {}, where, first_row), name, where)
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
 @functools.cache
-def _numbers() -> frozenset[int]:
+def _plain_ids() -> frozenset[int]:
     """Return the ids of the types whose columns are arrays of NumPy as they are."""
     arrow = need_arrow()
     kinds = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
@@ -128,10 +137,23 @@ def _filled(column: Any, name: str, fills: Mapping[str, Any], where: str, first_
             f"the column {name!r} of {where} has nulls ({column.null_count:,} of the {len(column):,} values read{row}"
             f"): give what to read in their place, fill_nulls={{{name!r}: ...}}"
         )
+    if isinstance(fill, numbers.Real) and fill % 1 and need_arrow("pyarrow.types").is_integer(column.type):
+        raise ValueError(f"fill_nulls has {fill!r} for {name!r}, which is of type {column.type}: give a whole number")
     try:
         return column.fill_null(fill)
     except (need_arrow().ArrowException, TypeError, ValueError) as error:
         raise ValueError(f"fill_nulls has {fill!r} for {name!r}, which is of type {column.type}: {error}") from None
+
+
+def _checked_array(column: Any, name: str, where: str) -> npt.NDArray[Any]:
+    try:
+        return _array_of(column)
+    except need_arrow().ArrowException:
+        try:
+            column.validate(full=True)
+        except need_arrow().ArrowInvalid:
+            raise NotUtf8Error(f"the column {name!r} of {where} has text that is not UTF-8: write it anew") from None
+        raise
 
 
 def _array_of(column: Any) -> npt.NDArray[Any]:

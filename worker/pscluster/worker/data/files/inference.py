@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,20 +27,44 @@ from pscluster.worker.data.files.opening import DataFile, Opener, refuse_other_k
 _SAMPLE = 1 << 20  # bytes from which types are inferred
 
 
-def _first_lines(files: Sequence[DataFile], opener: Opener, quoted: bool = False) -> tuple[DataFile, bytes]:
-    """Return the first file that is not empty, and some of its first lines. ValueError if all are empty."""
-    for file in files:
-        if file.size:
-            with opener.open(file) as opened:
+def _first_lines(
+    files: Sequence[DataFile], kind: str, *, headers: bool = False, quoted: bool = False
+) -> tuple[DataFile, bytes]:
+    """Return the first file with lines, after its header if files have headers, and some of its first lines.
 
-                def read(begin: int, end: int, opened: Any = opened) -> bytes:
-                    opened.seek(begin)
-                    return bytes(opened.read(end - begin))
+    If all have headers only, it is the first with one. ValueError if all are empty.
+    """
+    found = None
+    for file in filter(lambda file: file.size, files):
+        lines = _lines_of(file, kind, quoted, _SAMPLE)
+        if headers and not _after_header(lines).strip() and len(lines) < file.size:  # of many columns
+            lines = _lines_of(file, kind, quoted, len(lines) + _SAMPLE)
+        if not headers or _after_header(lines).strip():
+            return file, lines
+        found = found or (file, lines)
+    if found is None:
+        raise ValueError("the source has no examples: all its files are empty")
+    return found
 
-                stop = min(file.size, _SAMPLE)
-                odd = odd_quotes([read(0, stop)])[1] if quoted else None
-                return file, lines_of(read, file.size, 0, stop, None if odd is None else (0, odd))[1]
-    raise ValueError("the source has no examples: all its files are empty")
+
+def _lines_of(file: DataFile, kind: str, quoted: bool, stop: int) -> bytes:
+    """Return the lines that begin before the byte `stop` of a file."""
+    with Opener().open(file) as opened:
+
+        def read(begin: int, end: int) -> bytes:
+            opened.seek(begin)
+            return bytes(opened.read(end - begin))
+
+        stop = min(file.size, stop)
+        odd = odd_quotes([read(0, stop)])[1] if quoted else None
+        try:
+            return lines_of(read, file.size, 0, stop, None if odd is None else (0, odd))[1]
+        except ValueError as error:
+            raise ValueError(f"{file.path!r} is not {kind}: {error}") from None
+
+
+def _after_header(lines: bytes) -> bytes:
+    return lines.partition(b"\n")[2]
 
 
 def make_csv(
@@ -54,37 +79,31 @@ def make_csv(
     quoted_breaks: bool,
 ) -> Csv:
     """Return the format of CSV files, given their first lines. ValueError if these are not CSV."""
-    file, data = _first_lines(files, Opener(), quoted_breaks)
+    file, data = _first_lines(files, Csv.kind, headers=names is None, quoted=quoted_breaks)
     refuse_other_kinds(file, data[:HEAD], Csv.kind)
     if quoting and not quoted_breaks and (odd := odd_line(data)) is not None:  # before it is cut in the middle of one
         raise ValueError(f"line {odd + 1:,} of {file.path!r} {ODD_QUOTES}")
-    found = list(names) if names is not None else header_of(data, delimiter, quoting)
+    found = list(names) if names is not None else header_of(data, delimiter, quoting, file.path)
     made = Csv(b"", dict(fills), found, names is None, delimiter, quoting, quoted_breaks)
     rows = data.removeprefix(BOM)
     if names is None:
-        rows = rows.partition(b"\n")[2]
+        rows = _after_header(rows)
     try:
         inferred = read_csv(made, rows, use_threads=False).schema if rows.strip() else _unknown(found)
     except need_arrow().ArrowInvalid as error:
         why, row = without_row(str(error))
         line = "" if row is None else f"line {nth_line(rows, row) + 1 + (names is None):,} of "
         raise ValueError(f"{line}{file.path!r} can't be parsed: {why}") from None
-    return Csv(
-        _schema(inferred, columns, types, fills, file),
-        dict(fills),
-        found,
-        names is None,
-        delimiter,
-        quoting,
-        quoted_breaks,
-    )
+    schema = _schema(inferred, columns, types, fills, file)
+    _try_types(types, schema, lambda of: read_csv(made, b"\n", of))
+    return Csv(schema, dict(fills), found, names is None, delimiter, quoting, quoted_breaks)
 
 
 def make_json(
     files: Sequence[DataFile], columns: Sequence[str] | None, *, types: Mapping[str, Any], fills: Mapping[str, Any]
 ) -> JsonLines:
     """Return the format of files of JSON lines, given their first ones. ValueError if these are not JSON."""
-    file, data = _first_lines(files, Opener())
+    file, data = _first_lines(files, JsonLines.kind)
     refuse_other_kinds(file, data[:HEAD], JsonLines.kind)
     JsonLines(b"", {}).check(file, data[:HEAD])
     data = data.removeprefix(BOM)
@@ -94,7 +113,9 @@ def make_json(
         message, _, row = str(error).rpartition(" in row ")
         line = f"line {nth_line(data, int(row)) + 1:,} of " if row.isdigit() else ""
         raise ValueError(f"{line}{file.path!r} can't be parsed: {message or error}") from None
-    return JsonLines(_schema(inferred, columns, types, fills, file), dict(fills))
+    schema = _schema(inferred, columns, types, fills, file)
+    _try_types(types, schema, lambda of: read_json(b"{}\n", of))
+    return JsonLines(schema, dict(fills))
 
 
 def _unknown(names: Sequence[str]) -> Any:
@@ -112,9 +133,9 @@ def _schema(
     check_names(chosen, there_are, where)
     check_names(list(types), chosen, "the selection of types=")
     check_names([name for name in fills if name], chosen, "the selection of fill_nulls=")
-    fields = []
+    fields, counts = [], Counter(inferred.names)
     for name in chosen:
-        if inferred.names.count(name) > 1:
+        if counts[name] > 1:
             raise ValueError(f"{where} has several columns {name!r}: rename all but one, or give others in columns=")
         of = _type(name, types[name]) if name in types else inferred.field(name).type
         if arrow.types.is_binary(of) and name not in types:
@@ -131,6 +152,17 @@ def _schema(
     schema = arrow.schema(fields)
     check_schema(schema, where)
     return bytes(schema.serialize().to_pybytes())
+
+
+def _try_types(types: Mapping[str, Any], schema: bytes, read: Callable[[Any], Any]) -> None:
+    """Raise ValueError if a given type is none that `read`, given a schema, makes of text."""
+    arrow, ipc = need_arrow(), need_arrow("pyarrow.ipc")
+    fields = ipc.read_schema(arrow.py_buffer(schema))
+    for name, given in types.items():
+        try:
+            read(arrow.schema([fields.field(name)]))
+        except arrow.ArrowNotImplementedError as error:
+            raise ValueError(f"types has {given!r} for {name!r}, which can't be read from text: {error}") from None
 
 
 def _type(name: str, given: Any) -> Any:

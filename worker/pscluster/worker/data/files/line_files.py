@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pscluster.worker.data.files.lines import lines_of, odd_quotes
+from pscluster.worker.data.files.lines import LONGEST_LINE, lines_of, odd_quotes
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each, refuse_other_kinds
 from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
@@ -133,6 +133,8 @@ class LineBlocks(Blocks):
     def _check(self, file: DataFile) -> None:
         with self._opener.open(file) as opened:
             head = opened.read(HEAD)
+            while b"\n" not in head and len(head) < LONGEST_LINE and (more := opened.read(_STEP)):
+                head += more  # the names of many columns
         refuse_other_kinds(file, head, self.format.kind)
         self.format.check(file, head)
 
@@ -151,6 +153,14 @@ def _line_of(read: Any, begin: int, line: int | None) -> str:
     return f"line {before + line + 1:,}"
 
 
+def decoded(data: bytes) -> str:
+    """Return lines as text. BadLineError if one is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadLineError(data.count(b"\n", 0, error.start), f"is not UTF-8: {error.reason}") from None
+
+
 @dataclass(frozen=True)
 class Text:
     """Each line is an example, a str without its line break."""
@@ -166,11 +176,7 @@ class Text:
         del where
         if first:
             data = data.removeprefix(BOM)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise BadLineError(data.count(b"\n", 0, error.start), f"is not UTF-8: {error.reason}") from None
-        lines = text.split("\n")
+        lines = (text := decoded(data)).split("\n")
         if not lines[-1]:
             lines.pop()
         if "\r" in text:

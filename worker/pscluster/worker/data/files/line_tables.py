@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pscluster.worker.data.files.columns import arrays_of, need_arrow
-from pscluster.worker.data.files.line_files import BOM, BadLineError
+from pscluster.worker.data.files.columns import NotUtf8Error, arrays_of, need_arrow
+from pscluster.worker.data.files.line_files import BOM, BadLineError, decoded
 from pscluster.worker.data.files.opening import DataFile
 
 ODD_QUOTES = (
     "has a quoted value that does not end on it: if values may have line breaks, give quoted_newlines=True; if quotes "
     "mean nothing, quoting=False"
 )
+_OTHER_TYPES = "; or give other types= for its columns"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Csv(_Columns):
 
     def check(self, file: DataFile, head: bytes) -> None:
         """Raise ValueError if its header has other columns."""
-        if self.has_header and head and (names := header_of(head, self.delimiter, self.quoting)) != self.names:
+        if not self.has_header or not head:
+            return
+        if (names := header_of(head, self.delimiter, self.quoting, file.path)) != self.names:
             raise ValueError(
                 f"the columns of {file.path!r} are {names!r:.300}, and those of the first file {self.names!r:.300}: "
                 "give files with the same ones, in the same order"
@@ -76,10 +81,11 @@ class Csv(_Columns):
             why, line = "can't be parsed", None
         except need_arrow().ArrowInvalid as error:
             why, row = without_row(str(error))
+            why = re.sub(r"CSV column #(\d+)", lambda found: f"column {self.names[int(found[1])]!r}", why, count=1)
             line = None if row is None else row + (first and self.has_header)
             if row is not None and not self.quoted_breaks:
                 line = nth_line(data, row) + (first and self.has_header)
-        hint = "; or give other types= for its columns" if "conversion" in why else ""
+        hint = _OTHER_TYPES if "conversion" in why else ""
         raise BadLineError(line, f"can't be parsed: {why}{hint}")
 
 
@@ -102,11 +108,19 @@ def read_csv(csv_format: Csv, data: bytes, schema: Any = None, *, use_threads: b
     )
 
 
-def header_of(head: bytes, delimiter: str, quoting: bool) -> list[str]:
-    """Return the names in the first line of a CSV file."""
-    line = head.removeprefix(BOM).partition(b"\n")[0].decode(errors="replace").removesuffix("\r")
+def header_of(head: bytes, delimiter: str, quoting: bool, path: str) -> list[str]:
+    """Return the names in the first line of a CSV file. ValueError, with its path, if that is no line of names."""
+    line = head.removeprefix(BOM).partition(b"\n")[0].removesuffix(b"\r")
+    if b"\r" in line:
+        raise ValueError(f"{path!r} has a carriage return within its first line: end lines with line feeds")
+    if quoting and line.count(b'"') & 1:
+        raise ValueError(f"{path!r} has a line break within a name of its header: rename that column")
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the header of {path!r} is not UTF-8: {error.reason}; convert the file") from None
     return next(
-        csv.reader(io.StringIO(line), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE), []
+        csv.reader(io.StringIO(text), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE), []
     )
 
 
@@ -147,10 +161,31 @@ class JsonLines(_Columns):
             return []
         try:
             return self._arrays(read_json(data, self._schema), where)
+        except NotUtf8Error:
+            decoded(data)
+            raise
         except need_arrow().ArrowInvalid as error:
-            message, _, row = str(error).rpartition(" in row ")
-            line = nth_line(data, int(row)) if row.isdigit() else None
-            raise BadLineError(line, f"can't be parsed: {message or error}") from None
+            raise self._bad_line(data, str(error)) from None
+
+    def _bad_line(self, data: bytes, message: str) -> BadLineError:
+        """Return which line can't be parsed, and why: pyarrow names the line or the column, or neither."""
+
+        def can_be_read(lines: list[bytes], schema: Any = self._schema) -> bool:
+            try:
+                read_json(b"\n".join(lines), schema)
+            except need_arrow().ArrowInvalid:
+                return False
+            return True
+
+        why, _, row = message.rpartition(" in row ")
+        if row.isdigit():
+            return BadLineError(nth_line(data, int(row)), f"can't be parsed: {why}{_hint(why)}")
+        line = _bad_one(data.split(b"\n"), can_be_read)
+        if line is not None:
+            of, fields = data.split(b"\n")[line], self._schema
+            wrong = [field.name for field in fields if not can_be_read([of], need_arrow().schema([field]))]
+            message = f"column {wrong[0]!r}: {message}" if wrong else message
+        return BadLineError(line, f"can't be parsed: {message}{_hint(message)}")
 
 
 def read_json(data: bytes, schema: Any = None) -> Any:
@@ -163,6 +198,20 @@ def read_json(data: bytes, schema: Any = None) -> Any:
         if schema is None
         else reading.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
     )
+
+
+def _hint(why: str) -> str:
+    return _OTHER_TYPES if "convert" in why or "changed from" in why else ""
+
+
+def _bad_one(lines: list[bytes], can_be_read: Callable[[list[bytes]], bool]) -> int | None:
+    """Return the index of the first of the lines that can't be read, by halving; None if each by itself can."""
+    start, stop = 0, len(lines)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        first_half = b"".join(lines[start:middle]).strip()
+        start, stop = (start, middle) if first_half and not can_be_read(lines[start:middle]) else (middle, stop)
+    return start if lines[start].strip() and not can_be_read([lines[start]]) else None
 
 
 def nth_line(data: bytes, number: int) -> int:

@@ -46,7 +46,8 @@ def lines_of(read: Read, size: int, start: int, stop: int, odd: tuple[int, int] 
         if end >= 0 or before + offset >= size:
             break
         if offset - line > LONGEST_LINE:
-            raise ValueError(f"a line at byte {before + line:,} has more than {LONGEST_LINE:,} bytes")
+            line = data.rfind(b"\n", 0, line) + 1
+            raise ValueError(f"the line at byte {before + line:,} has more than {LONGEST_LINE:,} bytes")
         # Twice as much each time, so that a long line is not copied again and again.
         more = read(before + offset, min(size, before + offset + max(_STEP, offset - line)))
         if not more:
