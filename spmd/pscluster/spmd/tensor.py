@@ -15,23 +15,16 @@ from pscluster.core.errors import LayoutError, MisuseError, ShardedGatherError, 
 from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Device, Mesh
-from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.execution.propagation import way_to
 from pscluster.spmd.execution.recording import Ref
 from pscluster.spmd.gradients.tape import record_relayout
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import ArrayMethods
-from pscluster.worker.programs.program import ArrayType
 
 Array = npt.NDArray[Any]
 
 SHOWN_ELEMENTS = 1000
 """The most elements that are fetched to be printed, as NumPy shows them in full."""
-
-_THROUGH_BYTES = 64 << 10
-"""Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`.
-
-Not if there are only two: then each device needs as many bytes if it is sent the other's, and one exchange less.
-"""
 
 UFUNCS: dict[str, Callable[..., Any]] = {}
 """What is called for a method of a ufunc, such as "__call__": with the ufunc and its arguments."""
@@ -296,16 +289,9 @@ class DTensor(ArrayMethods, StaysHere):
 
 def moved(ref: Ref, layout: Layout) -> Ref:
     """Return an array on the devices in another layout, its terms combined; itself if there is nothing to do."""
-    of = ref.type
-    if of.layout == layout and not of.partial:
-        return ref
-    session = session_of(layout.mesh)
-    terms = math.prod(layout.mesh[dim] for dim in of.partial)
-    if terms > 2 and of.nbytes > _THROUGH_BYTES:
-        through = combine_through(layout, of.partial, of.shape)
-        if through is not None:
-            ref = session.move(ref, ArrayType(of.shape, of.dtype, through))
-    return session.move(ref, ArrayType(of.shape, of.dtype, layout))
+    for of in way_to(layout, ref.type):
+        ref = session_of(layout.mesh).move(ref, of)
+    return ref
 
 
 def _function(function: Any, name: str) -> Callable[..., Any]:

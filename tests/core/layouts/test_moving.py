@@ -97,13 +97,15 @@ def test_elements_that_move() -> None:
 
 def test_large_sums_are_combined_on_one_device_each() -> None:
     """As reduce-scatter and all-gather: through a layout that shards over the partial dimensions."""
-    mesh = grid(6)
-    assert combine_through(Layout([None, None], mesh), ("x",), (2, 9)) == Layout([None, "x"], mesh)
-    assert combine_through(Layout([None, None], mesh), ("x", "y"), (8, 9)) == Layout(["y", "x"], mesh)
-    assert combine_through(Layout(["y", None], mesh), ("x",), (8, 9)) == Layout(["y", "x"], mesh)
-    assert combine_through(Layout(["x", None], mesh), ("x",), (8, 9)) is None
-    assert combine_through(Layout([None], mesh), ("x",), (2,)) is None
-    assert combine_through(Layout([], mesh), ("x",), ()) is None
+    mesh, large = grid(6), 1 << 20
+    assert combine_through(Layout([None, None], mesh), ("x",), (2, 9), large) == Layout([None, "x"], mesh)
+    assert combine_through(Layout([None, None], mesh), ("x", "y"), (8, 9), large) == Layout(["y", "x"], mesh)
+    assert combine_through(Layout(["y", None], mesh), ("x",), (8, 9), large) == Layout(["y", "x"], mesh)
+    assert combine_through(Layout(["x", None], mesh), ("x",), (8, 9), large) is None
+    assert combine_through(Layout([None], mesh), ("x",), (2,), large) is None
+    assert combine_through(Layout([], mesh), ("x",), (), large) is None
+    assert combine_through(Layout([None, None], mesh), ("x",), (2, 9), 1 << 10) is None, "it is small"
+    assert combine_through(Layout([None, None], mesh), ("y",), (8, 9), large) is None, "of two terms"
 
 
 @pytest.mark.parametrize("nth", range(3))

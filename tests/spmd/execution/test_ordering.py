@@ -29,7 +29,7 @@ def programs(draw: st.DrawFn) -> list[Recorded]:
             case "move":
                 code.append(("move", source, number))
             case "compute":
-                code.append(("compute", [number], "add", [source, source], [], {}))
+                code.append(("compute", [number], "add", [source, source], [], {}, 1))
             case "fetch":
                 code.append(("fetch", source, False))
             case "load":

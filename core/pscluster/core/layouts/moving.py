@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from pscluster.core.geometry.moves import moves
 from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
+
+THROUGH_BYTES = 64 << 10
+"""Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`."""
 
 
 class Piece(NamedTuple):
@@ -138,12 +142,17 @@ def _holders(source: Layout, partial: Sequence[str]) -> list[list[list[int]]]:
     return found
 
 
-def combine_through(target: Layout, partial: tuple[str, ...], shape: tuple[int, ...]) -> Layout | None:
+def combine_through(target: Layout, partial: tuple[str, ...], shape: tuple[int, ...], nbytes: int) -> Layout | None:
     """Return a layout to combine terms in first, each element on one device, before they are sent to all that need it.
 
     It shards, over the dimensions in `partial`, axes that the target does not shard, the longest first. None if the
-    target shards over them already, or no axes are long enough: combine in the target at once.
+    target shards over them already, no axes are long enough, or it does not pay: combine in the target at once.
+
+    It pays for arrays of more than `THROUGH_BYTES`, and more than two terms: with two each device needs as many bytes
+    if it is sent the other's, and one exchange less.
     """
+    if nbytes <= THROUGH_BYTES or math.prod(target.mesh[dim] for dim in partial) <= 2:
+        return None
     specs = list(target.specs)
     mesh, left = target.mesh, [dim for dim in partial if dim not in target.used]
     by_length = sorted((axis for axis in range(len(shape)) if not _is_cut(target, axis)), key=lambda axis: -shape[axis])

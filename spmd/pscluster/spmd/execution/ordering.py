@@ -17,7 +17,7 @@ Recorded = tuple[Any, ...]
 def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int]]:
     """Return the places of the arrays that an instruction reads, and that it makes."""
     match instruction:
-        case ("compute", written, _, read, _, _) | ("call", written, _, read, _, _):
+        case ("compute" | "call", written, _, read, *_):
             return read, written
         case ("move", read, written):
             return [read], [written]
@@ -25,6 +25,18 @@ def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int
             return [read], []
         case (_, written, *_):
             return [], [written]
+    raise AssertionError(f"there is no such instruction: {instruction!r:.100}")
+
+
+def with_places(instruction: Recorded, of: Callable[[int], int]) -> Recorded:
+    """Return an instruction with other places of arrays."""
+    match instruction:
+        case ("compute" | "call" as name, written, function, read, *rest):
+            return name, [*map(of, written)], function, [*map(of, read)], *rest
+        case ("move", read, written):
+            return "move", of(read), of(written)
+        case (name, place, *rest):
+            return name, of(place), *rest
     raise AssertionError(f"there is no such instruction: {instruction!r:.100}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,8 @@ import numpy.typing as npt
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import moving
-from pscluster.spmd.execution.ordering import Recorded, ordered
+from pscluster.spmd.execution.ordering import Recorded, ordered, reads_and_writes, with_places
+from pscluster.spmd.execution.propagation import propagate_shardings
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
 
@@ -193,7 +194,7 @@ class Recording:
         """Record a function of blocks. Arguments are as in a program."""
         self.work += work
         read = [self._read(ref) for ref in inputs]
-        self._code.append(("compute", [self._write(ref) for ref in outputs], function, read, args, kwargs))
+        self._code.append(("compute", [self._write(ref) for ref in outputs], function, read, args, kwargs, work))
 
     def call(
         self,
@@ -201,16 +202,18 @@ class Recording:
         function: LocalFunction,
         inputs: Sequence[Ref],
         layouts: Sequence[Layout],
+        name: str,
         *,
         check: bool,
     ) -> None:
         """Record a plain function that is called for each device. With layouts, the types of its results are not known.
 
-        Then these are further outputs of the program, and there are no others.
+        Then these are further outputs of the program, and there are no others. `name` is the function's, for people.
         """
         read = [self._read(ref) for ref in inputs]
         specs = [layout.sharding_specs for layout in layouts]
-        self._code.append(("call", [self._write(ref) for ref in outputs], len(self._functions), read, specs, check))
+        written = [self._write(ref) for ref in outputs]
+        self._code.append(("call", written, len(self._functions), read, specs, check, name))
         self._functions.append(function)
 
     def fetch(self, source: Ref, *, every_device: bool) -> None:
@@ -234,6 +237,21 @@ class Recording:
     def updates(self, variable: Stored) -> bool:
         """Return whether it has updated a variable, so that it can't read it any more."""
         return variable in self._updated
+
+    def propagate_shardings(self, results: Collection[int]) -> None:
+        """Make in shards what the results, arrays of these numbers, need in shards only: see `propagation`."""
+        kept = {self._places[number] for number in results}
+        self._code, self._types = propagate_shardings(self._code, self._types, kept)
+
+    def instructions(self) -> Iterator[tuple[Recorded, list[ArrayType], list[ArrayType]]]:
+        """Yield the instructions, with the types of what each reads, and of what it makes or updates."""
+        variables = list(self._variables)
+        for instruction in self._code:
+            read, written = reads_and_writes(instruction)
+            made = [self._types[place] for place in written]
+            if instruction[0] == "update":
+                made = [variables[instruction[3]].type]
+            yield instruction, [self._types[place] for place in read], made
 
     def finish(self, dropped: Collection[int]) -> Sendable:
         """Return the program. `dropped` are the numbers of arrays that nothing refers to, and that it does not read."""
@@ -270,26 +288,18 @@ class Recording:
 
     def _written(self, outputs: Sequence[int]) -> str:
         inputs = [self._places[number] for number in self._inputs]
-        made = [place for number, place in self._places.items() if number not in self._inputs]
+        made = [place for instruction in self._code for place in reads_and_writes(instruction)[1]]
         order = inputs + made
         register = {place: position for position, place in enumerate(order)}
         code: list[list[Any]] = []
-        for name, *rest in ordered(self._code, self._is_exchange):
+        for instruction in ordered(self._code, self._is_exchange):
+            name, *rest = with_places(instruction, register.__getitem__)
             match name:
-                case "compute":
-                    written, function, read, args, kwargs = rest
-                    places = [register[place] for place in written], [register[place] for place in read]
-                    code.append([name, places[0], function, places[1], args, kwargs])
-                case "call":
-                    written, function, read, *others = rest
-                    places = [register[place] for place in written], [register[place] for place in read]
-                    code.append([name, places[0], function, places[1], *others])
-                case "move":
-                    code.append([name, register[rest[1]], register[rest[0]]])
-                case "update":
-                    code.append([name, rest[1], register[rest[0]], *rest[2:]])
-                case _:
-                    code.append([name, register[rest[0]], *rest[1:]])
+                case "compute" | "call":
+                    del rest[-1]  # which is for people
+                case "move" | "update":
+                    rest[:2] = reversed(rest[:2])
+            code.append([name, *rest])
         return encode(
             self.mesh,
             [self._types[place] for place in order],

@@ -240,7 +240,7 @@ def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple
         rebuilt(returned, lambda leaf: found.append(leaf) if isinstance(leaf, DTensor) else None)
         results = {tensor.settled.number: tensor.settled for tensor in found}
     positions = {ref.number: position for position, ref in enumerate(refs)}
-    program, read = trace.finish(list(results.values()))
+    program, read, steps = trace.finish(list(results.values()))
     inputs = tuple(positions.get(number, read[number]) for number in program.inputs)
     types = tuple(results[number].type for number in program.outputs)
     others = [number for number in results if number not in program.outputs]
@@ -251,6 +251,4 @@ def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple
         return slots[leaf.settled.number] if isinstance(leaf, DTensor) else leaf
 
     name = getattr(fn, "__qualname__", "a function")
-    return Traced(
-        program, definition_of(name, program), inputs, types, given, rebuilt(returned, slot), tuple(trace.steps)
-    )
+    return Traced(program, definition_of(name, program), inputs, types, given, rebuilt(returned, slot), steps)

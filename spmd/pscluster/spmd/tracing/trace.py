@@ -15,7 +15,8 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import gathering, moving
-from pscluster.spmd.execution.recording import Array, Ref, Running, Sendable, Stored, Updating
+from pscluster.spmd.execution.ordering import Recorded
+from pscluster.spmd.execution.recording import Array, Ref, Running, Sendable, Stored
 from pscluster.spmd.execution.session import Session, T
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType
@@ -61,7 +62,6 @@ class Trace(Session):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, _NoExecutor())
-        self.steps: list[Step] = []
         self._values: dict[Stored, Ref] = {}  # of variables that it reads
         self._made: dict[Stored, Any] = {}  # of these
 
@@ -69,41 +69,29 @@ class Trace(Session):
         """Return what stands for an array that the function is called with."""
         return self._ref(of, "an argument")
 
-    def finish(self, results: Sequence[Ref]) -> tuple[Sendable, dict[int, Ref]]:
-        """Return the program, and the arrays that it reads, by number."""
+    def finish(self, results: Sequence[Ref]) -> tuple[Sendable, dict[int, Ref], tuple[Step, ...]]:
+        """Return the program, the arrays that it reads, by number, and what it does, step by step."""
         recording = self._recording
         inputs, made = recording.inputs, recording.made
+        recording.propagate_shardings(made.intersection(ref.number for ref in results))
+        steps = tuple([_step(*item) for item in recording.instructions()])
         small = [ref for ref in results if ref.number in made and _is_sent_here(ref.type)]
         for ref in small:
             recording.fetch(ref, every_device=False)
         program = recording.finish(made - {ref.number for ref in results})
         places = [program.outputs.index(ref.number) for ref in small]
-        return dataclasses.replace(program, sent_here=places), inputs
+        return dataclasses.replace(program, sent_here=places), inputs, steps
 
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
         """Record an array that goes with every call."""
-        self.steps.append(Step("distribute", (), (of,), 0, 0))
         ref = self._ref(of, "distribute")
         self._recording.load(ref, blocks)
         return ref
-
-    def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
-        """Record an array that is made in place."""
-        self.steps.append(Step(maker, (), (of,), 0, 0))
-        return super().create(of, maker, numbers)
-
-    def move(self, source: Ref, of: ArrayType) -> Ref:
-        """Record that an array is relaid out, or its terms combined."""
-        elements = moving(source.type.layout, of.layout, of.shape, source.type.partial).elements
-        name = "combine" if source.type.partial else "relayout"
-        self.steps.append(Step(name, (source.type,), (of,), 0, elements * of.dtype.itemsize))
-        return super().move(source, of)
 
     def read(self, variable: Stored) -> Ref:
         """Record that a variable is read, once."""
         self._before_read(variable)
         if variable not in self._values:
-            self.steps.append(Step("read", (), (variable.type,), 0, 0))
             self._values[variable] = super().read(variable)
         return self._values[variable]
 
@@ -115,34 +103,12 @@ class Trace(Session):
         made: T = self._made[variable]
         return made
 
-    def update(self, updates: Sequence[Updating]) -> None:
-        """Record that variables are updated."""
-        for updating in updates:
-            source, of = updating.source.type, updating.variable.type
-            plan = gathering(source.layout, of.layout, of.shape, source.partial, 0)
-            name = "apply" if updating.kind == "gradient" else updating.kind
-            self.steps.append(Step(name, (source,), (of,), 0, plan.elements * of.dtype.itemsize))
-        super().update(updates)
-
     def _before_read(self, variable: Stored) -> None:
         if self._recording.updates(variable):
             raise MisuseError(
                 f"a traced function reads a variable, {variable.type}, after it has updated it: read it before, or "
                 "call another function"
             )
-
-    def compute(
-        self,
-        types: Sequence[ArrayType],
-        function: str,
-        inputs: Sequence[Ref],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        work: int = 0,
-    ) -> list[Ref]:
-        """Record a function of blocks."""
-        self.steps.append(Step(function, tuple(ref.type for ref in inputs), tuple(types), work, 0))
-        return super().compute(types, function, inputs, args, kwargs, work)
 
     def call_local(
         self,
@@ -155,9 +121,8 @@ class Trace(Session):
         check: bool,
     ) -> list[Ref]:
         """Record a plain function of blocks. With layouts in place of types, its results are further outputs."""
-        self.steps.append(Step(name, tuple(ref.type for ref in inputs), tuple(types), 0, 0))
         refs = [self._ref(of, name) for of in types]
-        self._recording.call(refs, function, inputs, layouts, check=check)
+        self._recording.call(refs, function, inputs, layouts, name, check=check)
         return refs
 
     def _fetch(self, source: Ref, *, every_device: bool, timeout: float | None) -> NoReturn:
@@ -183,6 +148,29 @@ class Trace(Session):
     def _check(self, ref: Ref) -> None:
         if ref.session is not self:  # it is captured
             super()._check(ref)
+
+
+def _step(instruction: Recorded, read: Sequence[ArrayType], written: Sequence[ArrayType]) -> Step:
+    """Return what an instruction does, for people."""
+    name, work, moved = instruction[0], 0, 0
+    match instruction:
+        case ("load", *_):
+            name = "distribute"
+        case ("create", _, maker, _):
+            name = maker
+        case ("compute", _, function, *_, work):
+            name = function
+        case ("call", *_, called):
+            name = called
+        case ("move", *_):
+            name = "combine" if read[0].partial else "relayout"
+            plan = moving(read[0].layout, written[0].layout, read[0].shape, read[0].partial)
+            moved = plan.elements * read[0].dtype.itemsize
+        case ("update", _, kind, *_):
+            name = "apply" if kind == "gradient" else kind
+            plan = gathering(read[0].layout, written[0].layout, read[0].shape, read[0].partial, 0)
+            moved = plan.elements * read[0].dtype.itemsize
+    return Step(name, tuple(read), tuple(written), work, moved)
 
 
 def _is_sent_here(of: ArrayType) -> bool:

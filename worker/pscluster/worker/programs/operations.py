@@ -30,6 +30,14 @@ UFUNCS = (
 
 LATER_UFUNCS = tuple(name for name in ("bitwise_count",) if hasattr(np, name))
 
+ELEMENTWISE = frozenset(
+    (
+        *(*UFUNCS, *LATER_UFUNCS, "around", "astype", "clip", "divide_by", "i0", "isclose", "isneginf", "isposinf"),
+        *("nan_to_num", "sinc", "taken", "where"),
+    )
+)
+"""Functions of corresponding elements of arrays that are broadcast to each other: also of parts of the arrays."""
+
 COMBINES: Mapping[str, np.ufunc] = MappingProxyType(
     {
         name: getattr(np, name)
