@@ -161,6 +161,15 @@ def test_barriers_of_one_that_joins() -> None:
     assert set(answers(session.leave(3))) == {"a", "b"}
 
 
+def test_one_that_finds_no_rows_has_no_report_to_make() -> None:
+    """It is at the barrier at the end while others report what they had: it passes, and ends."""
+    session = begun(1, 2, 3, fewest=3)
+    assert session.meet(2, 1, (1, 0), "b", 0.0) == []
+    assert reports(session, 1) == []
+    assert answers(session.report(3, 1, 1, Report({}), "c", 0.0)) == {"b": None}
+    assert isinstance(session.end(2)[0], Commit)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     session = begun(1, 2)
     session.open(1, "d", 10, "opens")

@@ -193,7 +193,7 @@ class Session:
         actions: list[Action] = []
         for place, meeting in list(self._meetings.items()):
             missing = self._missing(meeting, place[0])
-            if any(known.attempt > 1 for known in meeting.values()) and place[0] <= self.committed + 1:
+            if place[0] <= self.committed + 1 and self._may_be_others(meeting):
                 missing = [rank for rank in missing if rank not in self._reports]
             if meeting and not missing:
                 actions += [self._passes(place, known) for known in meeting.values()]
@@ -203,6 +203,10 @@ class Session:
             self._committing = self.committed + 1
             actions.append(self._commit(self._committing))
         return actions
+
+    def _may_be_others(self, meeting: Mapping[int, _Waiting]) -> bool:
+        """Return whether those that report next may have been past this barrier, or never have come to it."""
+        return any(known.attempt > 1 for known in meeting.values())
 
     def _may_commit(self) -> bool:
         return True
