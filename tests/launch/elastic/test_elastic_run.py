@@ -347,7 +347,8 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     assert history in ([(0, 0), (1, 1), (2, 2), (2, 3)], [(0, 0), (1, 1), (2, 2), (2, 3), (3, 4)])
     assert more.metrics["resumed"]
     assert set(fit(2, epochs=5, saved=5).return_values or ()) == {5 * ROWS}, "of a fixed number"
-    assert set(fit((1, 2), epochs=6, saved=6).return_values or ()) == {6 * ROWS}
+    assert set(fit(3, epochs=6, saved=6).return_values or ()) == {6 * ROWS}, "of another one"
+    assert set(fit((1, 2), epochs=7, saved=7).return_values or ()) == {7 * ROWS}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

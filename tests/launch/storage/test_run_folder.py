@@ -38,7 +38,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def report_of(folder: RunFolder, number: int, source: Path, **metrics: Any) -> str | None:
     """Commit a report of two members, of which the first has a checkpoint."""
     files = upload(folder.path, number, 0, 1, directory(source, str(number)))
-    positions = {"train": [number, 0, 0]}
+    positions = {"train": [number, 5, 0]}
     first = Report({"number": number, **metrics}, files, f"epoch {number}", positions)
     return folder.commit(number, {0: first, 1: Report({"number": -number})})
 
@@ -51,14 +51,19 @@ def test_what_is_committed_is_there(storage: str, tmp_path: Path) -> None:
             assert path is not None
             with Checkpoint(path).as_directory() as here:
                 assert Path(here, "below", "more.txt").read_text() == 2 * str(number)
-        assert folder.commit(3, {0: Report({"number": 3}), 1: Report({"number": -3})}) is None
+        assert folder.commit(3, {1: Report({"number": 3})}) is None
+        folder.finish("finished", return_values=[1, {"a": 2}])
+    with RunFolder(storage, "one").writing(workers=3) as folder:
+        assert folder.positions(2, 2) == {"train": [2, 0, 0]}, "of another number of members"
+    with RunFolder(storage, "one").writing(workers=2) as folder:
         folder.finish("finished", return_values=[1, {"a": 2}])
     read = RunFolder(storage, "one").read()
     assert read.committed == 3
     assert [metrics["number"] for metrics in read.history()] == [1, 2, 3]
     assert read.latest() == read.checkpoints()[-1]
     assert [(saved.number, saved.name) for saved in read.checkpoints()] == [(1, "epoch 1"), (2, "epoch 2")]
-    assert read.positions(2, 0) == {"train": [2, 0, 0]}
+    assert read.positions(2, 0) == {"train": [2, 5, 0]}
+    assert read.positions(3, 0) == {"train": [2, 5, 0]}, "it has returned since"
     assert read.positions(2, 1) == {}
     result = Result.load(f"{read.storage}/one")
     assert (result.state, result.return_values) == ("finished", [1, {"a": 2}])

@@ -107,6 +107,7 @@ class RunFolder(SavedRun):
         record = {
             "number": number,
             "time": _now(),
+            "workers": self._run.get("workers"),
             "name": next((report.name for report in reports.values() if report.name), ""),
             "metrics": {str(rank): dict(report.metrics) for rank, report in reports.items()},
             "positions": {} if rows else {str(rank): dict(report.positions) for rank, report in reports.items()},

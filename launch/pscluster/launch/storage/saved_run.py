@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -96,20 +96,32 @@ class SavedRun(RunFiles):
         return sorted(self.checkpoints(), key=value, reverse=True)
 
     def positions(self, number: int, rank: int) -> dict[str, list[int]]:
-        """Return the positions in datasets that a member reported."""
+        """Return where a member of the run as it is now goes on in its datasets after a report.
+
+        That is where it had come to. If there were other members then, it is the beginning of the first epoch that one
+        of them was in: what is left of an epoch can't be cut as it was.
+        """
         report = self._reports[number]
-        if rows := report.get("rows"):  # of an elastic run: what is left of an epoch can't be cut as it was
-            return {name: [state["epoch"], 0, 0] for name, state in rows.items()}
-        positions: dict[str, list[int]] = report["positions"].get(str(rank), {})
+        if report.get("rows") or report.get("workers") != self._run.get("workers"):
+            return {name: [state["epoch"], 0, 0] for name, state in self.rows(number).items()}
+        return self._positions(number).get(str(rank), {})
+
+    def _positions(self, number: int) -> dict[str, dict[str, list[int]]]:
+        """Return the positions by rank, as of a report: of members that had returned before it, their last ones."""
+        positions: dict[str, dict[str, list[int]]] = {}
+        workers = self._reports[number].get("workers")
+        for report in (self._reports[earlier] for earlier in range(number, 0, -1)):
+            if report.get("workers") != workers:
+                break
+            positions = {**report["positions"], **positions}
         return positions
 
     def rows(self, number: int) -> dict[str, dict[str, Any]]:
         """Return which rows of each dataset the members had been given when they reported: see `rows.Rows.state`."""
-        report = self._reports[number]
-        if rows := report.get("rows"):
+        if rows := self._reports[number].get("rows"):
             return dict(rows)
         epochs: dict[str, int] = {}
-        for of_rank in report["positions"].values():  # of a run that was not elastic: it goes on with a whole epoch
+        for of_rank in self._positions(number).values():  # of a run that was not elastic: it begins an epoch anew
             for name, (epoch, *_) in of_rank.items():
                 epochs[name] = min(epoch, epochs.get(name, epoch))
         return {name: {"epoch": epoch} for name, epoch in epochs.items()}
@@ -119,8 +131,8 @@ class SavedRun(RunFiles):
         if not self._reports:
             return 0
         report = self._reports[self.committed]
-        last: Mapping[str, Mapping[str, Sequence[int]]] = report["positions"]
         again: int = sum(state["again"] for state in report.get("rows", {}).values())
+        last = self._positions(self.committed)
         return again + sum(position[2] for of_rank in last.values() for position in of_rank.values())
 
     def variables(self) -> str | None:
