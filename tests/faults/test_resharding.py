@@ -267,7 +267,7 @@ def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str, of: str) -
     shards = table.num_shards
     plan = job.plan(job.cut(table, shards + 2))
     if not DEATHS[point]:
-        with pytest.raises(PsClusterError, match=f"variable '{table.name}' is cut as before"):
+        with pytest.raises(PsClusterError, match=f"variable '{table.name}' was not resharded"):
             job.strategy.apply(plan)
         assert table.num_shards == shards
         job.check()
@@ -327,7 +327,7 @@ def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
         )
         limited.scatter_add(IndexedSlices(np.ones((1900, 4)), np.arange(1900)))
         with pytest.raises(
-            InvalidUpdateError, match=r"table 'limited' is cut as before: in 3 shards .* max_bytes are 32,000"
+            InvalidUpdateError, match=r"table 'limited' was not resharded: in 3 shards .* max_bytes, 32,000"
         ):
             strategy.apply(replace(plan, cuts=(ProposedCut("limited", 0, 0.9, 2, 3, True),)))
         applied = strategy.apply(plan)
@@ -430,7 +430,7 @@ def test_replicas_that_step_together(armed: Armed, job: Job, options: dict[str, 
             strategy.apply(replicas.cuts(1))
         except PsClusterError as error:
             assert not DEATHS[point]
-            assert "is cut as before" in str(error)  # noqa: PT017
+            assert "was not resharded" in str(error)  # noqa: PT017
             replicas.run()
             strategy.apply(replicas.cuts(1))
         armed.until_struck(f"ps/{point}=kill@1", calls=False)

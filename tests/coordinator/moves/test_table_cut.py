@@ -149,7 +149,7 @@ def test_a_full_table_has_room_for_the_rows_that_there_are() -> None:
     row = 3 * 4 * (DIM + TAIL)
     final.table.max_bytes = 1000 * row
     check_bytes(final, [550, 900, 550], row)
-    with pytest.raises(InvalidUpdateError, match="in 3 shards it would take 115,200 bytes on ps 0, and its max_bytes"):
+    with pytest.raises(InvalidUpdateError, match="in 3 shards ps 0 would hold 115,200 bytes of it"):
         check_bytes(final, [800, 400, 800], row)
 
 

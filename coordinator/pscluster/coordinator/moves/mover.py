@@ -14,6 +14,7 @@ import numpy as np
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove
+from pscluster.coordinator.moves.copying import keep_rate
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
 from pscluster.coordinator.moves.plan import Measure, Plan, VariableUse, make_plan, measured, why_outdated
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
@@ -31,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 60.0
 """How long a move waits for the functions of replicas that step together to end, before it is undone."""
-
-COPY_RATE = 64 << 20
-"""Bytes per second of a shard that is copied while it changes: that takes about a third of a core, of the servers and
-this process together, and leaves the rest to training. A frozen shard is copied as fast as can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +200,7 @@ class ShardMover:
                     course.failure = course.failure or error
                     if not move.failed():
                         raise
-                    logger.info("%s is not moved to ps %d: %s", course.shard.name, course.target, error)
+                    logger.info("%s can't be moved to ps %d: %s", course.shard.name, course.target, error)
                 else:
                     move.succeeded(committed=committed)
             self._announce(course)
@@ -291,7 +288,7 @@ class ShardMover:
             begin = time.monotonic()
             for nbytes in course.steps.copy(course.itemsizes, course.pages):
                 course.copied += nbytes
-                time.sleep(max(begin + nbytes / COPY_RATE - time.monotonic(), 0.0))
+                keep_rate(begin, nbytes)
                 begin = time.monotonic()
             arrays, course.pages = course.steps.changed()
             if arrays != course.arrays:  # an optimizer's first gradient has come

@@ -13,8 +13,8 @@ from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.moves.balance import PlacedShard
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
-from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, merged, owners_of, remembered
-from pscluster.coordinator.moves.table_cut import check_bytes, copy_rows, copy_seen, counted, partition_of_table
+from pscluster.coordinator.moves.reshard import ENDS, Reshard, Step, owners_of, remembered
+from pscluster.coordinator.moves.table_cut import TableCopy, check_bytes, counted, partition_of_table
 from pscluster.coordinator.moves.variable_cut import VariableCopy
 from pscluster.coordinator.variables.encodings import check_shards
 from pscluster.coordinator.variables.partitioners import (
@@ -62,14 +62,13 @@ class _Course:
     old: ps_pb2.VariableSpec
     final: ps_pb2.VariableSpec  # of the variable once it is cut
     made: ps_pb2.VariableSpec  # the same, until then
+    order: str  # of its rows, as NewCut says it
     sizes: list[int]  # of the new shards, in elements or, of a table by id, rows
     steps: ReshardSteps
-    rows: VariableCopy | None  # None: of a table
+    rows: VariableCopy | TableCopy
     reshard: Reshard = field(default_factory=Reshard)
-    captured: Sequence[ps_pb2.ShardState] = ()  # of the old shards
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)  # of the variable
     named: Mapping[int, set[int]] = field(default_factory=dict)
-    copied: int = 0  # bytes
     failure: PsClusterError | None = None
 
 
@@ -111,9 +110,10 @@ class Resharder:
         """Return why a cut can't be made while the job lives; "" if it can."""
         spec = self._context.client.describe_variable(cut.variable)
         known = next((variable for variable in self._context.variables.all if variable.name == cut.variable), None)
-        if spec.HasField("table") and (cut.proposed == cut.num_shards or cut.proposed < 1):
-            return f"it has {cut.num_shards} shards, and is to have {cut.proposed}"
-        if not spec.HasField("table") and cut.proposed <= cut.num_shards:
+        if spec.HasField("table"):
+            if cut.proposed == cut.num_shards or cut.proposed < 1:
+                return f"it has {cut.num_shards} shards, and is to have {cut.proposed}"
+        elif cut.proposed <= cut.num_shards:
             return "it has no more rows to be cut into more shards"
         if known is None:
             return "the script has not made it yet, and it may be a global array's: apply a plan after that"
@@ -133,26 +133,32 @@ class Resharder:
         with context.moving, _Pause(context) as pause:
             check_restored(context)
             client.directory()  # wait for a server that is down here, not while functions are paused
-            if client.describe_variable(cut.variable).HasField("table"):
-                pause.begin()  # which rows are where has to be known, and stay so
-            course = self._course(cut, loads)
+            course = self._course(cut, loads, pause)
             self._run(course, pause)
             end = time.monotonic()
         old, final = course.old, course.final
-        order = "hash" if old.HasField("table") else final.row_order.kind
-        copied, paused = course.copied, end - pause.begun
-        made = NewCut(old.name, len(old.owners), len(final.owners), order, copied, end - begin, paused)
+        held_seconds = end - pause.begun
+        made = NewCut(
+            old.name,
+            len(old.owners),
+            len(final.owners),
+            course.order,
+            course.rows.copied,
+            end - begin,
+            held_seconds,
+        )
         logger.info("%s", made)
         context.event_log.record("coordinator", "note", str(made))
         return made
 
-    def _course(self, cut: ProposedCut, loads: Sequence[PlacedShard]) -> _Course:
+    def _course(self, cut: ProposedCut, loads: Sequence[PlacedShard], pause: _Pause) -> _Course:
         context, client = self._context, self._context.client
         old = client.describe_variable(cut.variable)
         if len(old.owners) != cut.num_shards:
             raise MisuseError(f"variable {old.name!r} now has {len(old.owners)} shards, not {cut.num_shards}")
         steps = ReshardSteps(client, fresh_id(), old.id)
-        if old.HasField("table"):
+        if is_table := old.HasField("table"):
+            pause.begin()  # which rows are where has to be known, and stay so
             sizes, row_bytes = counted(steps, old, cut.proposed)
             partition = partition_of_table(old, sizes)
         else:
@@ -179,8 +185,8 @@ class Resharder:
             final.row_order.CopyFrom(order)
         made.CopyFrom(final)
         made.name, made.evaluation = f"{RESERVED}cut/{number}/{old.name}", evaluation
-        rows = None if old.HasField("table") else VariableCopy(client, steps, old, final)
-        return _Course(old, final, made, sizes, steps, rows)
+        rows = TableCopy(steps, old, final) if is_table else VariableCopy(client, steps, old, final)
+        return _Course(old, final, made, "hash" if is_table else final.row_order.kind, sizes, steps, rows)
 
     def _run(self, course: _Course, pause: _Pause) -> None:
         reshard = course.reshard
@@ -194,7 +200,7 @@ class Resharder:
                 course.failure = course.failure or error
                 if not reshard.failed(refused=refused):
                     raise
-                logger.info("%s is not resharded: %s", course.old.name, error)
+                logger.info("%s can't be resharded: %s", course.old.name, error)
             except BaseException:  # Ctrl-C, or no memory
                 if reshard.failed(refused=False):
                     with contextlib.suppress(PsClusterError):
@@ -206,7 +212,7 @@ class Resharder:
             why = course.failure
             if isinstance(why, WaitTimeoutError):  # of the pause
                 raise why
-            text = f"variable {course.old.name!r} is cut as before: {why}"
+            text = f"variable {course.old.name!r} was not resharded: {why}"
             raise UnavailableError(text) if isinstance(why, UnavailableError) else PsClusterError(text)
         self._context.variables.cut_otherwise(course.old, course.final)
         if (dispatcher := self._context.dispatcher) is not None:
@@ -221,22 +227,18 @@ class Resharder:
             case Step.MAKE:
                 steps.make(course.made)
             case Step.TRACK:
-                if course.rows is not None:
-                    course.rows.track()
+                course.rows.track()
             case Step.AHEAD:
-                if course.rows is not None:
-                    course.rows.copy_ahead()
-                    reach("coordinator.reshard.ahead")
+                course.rows.copy_ahead()
+                reach("coordinator.reshard.ahead")
             case Step.CAPTURE:
                 captured = [steps.capture(server, shard) for shard, server in enumerate(course.old.owners)]
-                course.captured = [state for state, _, _ in captured]
-                course.state = merged(course.captured)
-                course.named = remembered(named for _, named, _ in captured)
-                if course.rows is not None:
-                    course.rows.note([(list(state.arrays), pages) for state, _, pages in captured])
-                    course.state.traffic = course.rows.traffic
+                states, named, pages = zip(*captured, strict=True)
+                course.state = course.rows.capture(states, pages)
+                course.named = remembered(named)
             case Step.COPY:
-                self._copy(course)
+                course.rows.copy_rest()
+                self._settle(course)
                 reach("coordinator.reshard.copied")
             case Step.SEAL:
                 steps.seal()
@@ -251,15 +253,9 @@ class Resharder:
             case Step.ABANDON:
                 steps.abandon(course.made)
 
-    def _copy(self, course: _Course) -> None:
-        """Copy what is left of the rows into the new shards, then counts and what is remembered."""
-        if course.rows is None:
-            about = course.steps, course.old, course.final, course.captured
-            course.copied = copy_rows(*about, course.state.updates)
-            copy_seen(*about)
-        else:
-            course.rows.copy_rest()
-            course.copied = course.rows.copied
+    @staticmethod
+    def _settle(course: _Course) -> None:
+        """Give each new shard its part of the counts, and what is remembered."""
         whole = sum(course.sizes) or 1
         for shard, server in enumerate(course.final.owners):
             state = ps_pb2.ShardState()

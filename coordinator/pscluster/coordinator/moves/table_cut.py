@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pscluster.coordinator.moves.copying import copied
-from pscluster.coordinator.moves.reshard import pieces
+from pscluster.coordinator.moves.reshard import merged, pieces
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
@@ -70,9 +70,38 @@ def check_bytes(final: ps_pb2.VariableSpec, rows: Sequence[int], row_bytes: int)
         here = sum(count for count, owner in zip(rows, final.owners, strict=True) if owner == server)
         if here > most_rows(most, row_bytes):
             raise InvalidUpdateError(
-                f"table {final.name!r} is cut as before: in {len(rows)} shards it would take {here * row_bytes:,} "
-                f"bytes on ps {server}, and its max_bytes are {most:,}: add servers, or reshard it"
+                f"table {final.name!r} was not resharded: in {len(rows)} shards ps {server} would hold "
+                f"{here * row_bytes:,} bytes of it, more than its max_bytes, {most:,}: add servers, or choose another "
+                "number of shards"
             )
+
+
+class TableCopy:
+    """Copies the rows of one table once its old shards are frozen: until then they come and go."""
+
+    def __init__(self, steps: ReshardSteps, old: ps_pb2.VariableSpec, final: ps_pb2.VariableSpec) -> None:
+        """Take the table as it is cut now, and as it will be."""
+        self.copied = 0  # bytes so far
+        self._steps, self._old, self._final = steps, old, final
+        self._captured: Sequence[ps_pb2.ShardState] = ()
+
+    def track(self) -> None:
+        """Do nothing: nothing is copied before the old shards are frozen."""
+
+    def copy_ahead(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def capture(self, states: Sequence[ps_pb2.ShardState], changed: Sequence[Ids]) -> ps_pb2.ShardState:
+        """Take the states of the old shards, which are frozen; return the state of the table."""
+        del changed
+        self._captured = states
+        return merged(states)
+
+    def copy_rest(self) -> None:
+        """Copy all rows, and what was counted of ids without a row."""
+        about = self._steps, self._old, self._final, self._captured
+        self.copied = copy_rows(*about, merged(self._captured).updates)
+        copy_seen(*about)
 
 
 def copy_rows(

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.coordinator.moves.copying import copied
+from pscluster.coordinator.moves.copying import COPY_RATE, copied, keep_rate
 from pscluster.coordinator.moves.decision import Rounds
-from pscluster.coordinator.moves.mover import COPY_RATE
-from pscluster.coordinator.moves.reshard import pieces
+from pscluster.coordinator.moves.reshard import merged, pieces
 from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
@@ -53,7 +52,7 @@ class VariableCopy:
     ) -> None:
         """Take the variable as it is cut now, and as it will be."""
         self.copied = 0  # bytes so far
-        self.traffic = 0.0  # of the old shards, before they were read to be copied
+        self._traffic = 0.0  # of the old shards, before they were read to be copied
         self._client, self._steps, self._old, self._owners = client, steps, old, list(final.owners)
         self._before, self._after = partition_of(old), partition_of(final)
         self._row_elements = math.prod(old.shape[1:])
@@ -66,7 +65,7 @@ class VariableCopy:
             self._steps.track(server, shard, page_elements(self._before.block(shard).shape))
             for shard, server in enumerate(self._old.owners)
         ]
-        self.traffic = sum(state.traffic for state in states)
+        self._traffic = sum(state.traffic for state in states)
         self._names = [list(state.arrays) for state in states]
 
     def copy_ahead(self) -> None:
@@ -75,12 +74,19 @@ class VariableCopy:
         while rounds.goes_on(int(np.count_nonzero(self._is_left))):
             self._copy(COPY_RATE)
             self._steps.next_round()
-            self.note([self._steps.changed(server, shard) for shard, server in enumerate(self._old.owners)])
+            self._note([self._steps.changed(server, shard) for shard, server in enumerate(self._old.owners)])
             if self._names != names:  # an optimizer's first gradient has come
                 names, rounds = self._names, Rounds(self._row_bytes())
         self._steps.next_round()
 
-    def note(self, changed: Sequence[tuple[Sequence[str], Ids]]) -> None:
+    def capture(self, states: Sequence[ps_pb2.ShardState], changed: Sequence[Ids]) -> ps_pb2.ShardState:
+        """Take the last states and pages of the old shards, which are frozen; return the state of the variable."""
+        self._note([(list(state.arrays), pages) for state, pages in zip(states, changed, strict=True)])
+        state = merged(states)
+        state.traffic = self._traffic
+        return state
+
+    def _note(self, changed: Sequence[tuple[Sequence[str], Ids]]) -> None:
         """Take what each old shard has said: which arrays it has, and which pages have changed.
 
         Of an array that is new on any of them, all rows are to be copied: where it is not yet, it reads as it begins.
@@ -116,7 +122,7 @@ class VariableCopy:
                 self._steps.fill(server, block.shard, block.array, start, view(block.values), itemsize)
             else:
                 self._steps.fill_rows(server, block.shard, block.array, block.rows, view(block.values))
-            time.sleep(max(begin + nbytes / rate - time.monotonic(), 0.0))
+            keep_rate(begin, nbytes, rate)
             return nbytes
 
         self.copied += copied(self._blocks(), fill)
