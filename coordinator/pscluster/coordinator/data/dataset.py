@@ -9,10 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
 
 from pscluster.coordinator.data.data_part import DataPart
 from pscluster.coordinator.data.dataset_progress import (
@@ -22,7 +19,7 @@ from pscluster.coordinator.data.dataset_progress import (
     EpochRange,
     Position,
 )
-from pscluster.coordinator.data.epoch_progress import EpochProgress, EpochSizes, seconds_left
+from pscluster.coordinator.data.epoch_progress import EpochCounts, EpochProgress, EpochShape, seconds_left
 from pscluster.coordinator.data.file_lists import FileList
 from pscluster.core import checks
 from pscluster.core.checks import type_of
@@ -32,7 +29,7 @@ from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessMap
-from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, Ranges, source_of
+from pscluster.worker.data.sources import Blocks, Files, Ranges, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +37,6 @@ RETRIES = 2  # how often a function that could not read its examples runs again,
 MAX_PROCESSES = 256  # of a map, on each worker
 
 OnError = Literal["raise", "skip"]
-
-
-@dataclass(frozen=True, slots=True)
-class EpochShape:
-    """How an epoch of a dataset is made up."""
-
-    items: int  # that are visited
-    items_per_element: int  # the last element may have fewer
-    epochs: int | None  # in one pass; None: without end
-    elements_per_part: int
-    noun: str  # "example", and an element is one batch; else what an element is: "file", "block", "window" of several
-
-    @property
-    def elements(self) -> int:
-        return -(-self.items // self.items_per_element)
 
 
 class DistributedDataset(StaysHere):
@@ -92,7 +74,7 @@ class DistributedDataset(StaysHere):
         self._resource: DatasetResource | None = None
         self.skipped = 0
         self._seconds = self._waited = 0.0
-        self._sizes = -1, EpochSizes(None, None)  # of an epoch
+        self._counts = EpochCounts(pipeline)
         self._begun: dict[int, tuple[float, float]] = {}  # when a pass came to an epoch, and its share visited then
 
     # Transformations
@@ -237,20 +219,8 @@ class DistributedDataset(StaysHere):
         `str()` of it is a line, such as "4,096 of 50,000 examples, 12.0 MiB of 147.1 MiB, 1:05 left".
         """
         epoch, visited = self._enter().visited_ranges()
-        source, length = self._pipeline.source, self._pipeline.visited_length
-        if isinstance(source, Blocks):
-            with self._lock:
-                known, sizes = self._sizes
-                if known != epoch:
-                    order = self._pipeline.block_order(epoch)
-                    of_blocks = (None if of is None else of[order] for of in (source.sizes, source.nbytes))
-                    self._sizes = epoch, (sizes := EpochSizes(*of_blocks))
-            found = sizes.progress(visited, length)
-        else:
-            done = sum(stop - start for start, stop in visited)
-            each = source.example_bytes if isinstance(source, Arrays) else None
-            nbytes, all_bytes = (None, None) if each is None else (done * each, length * each)
-            found = EpochProgress(done, length, nbytes, all_bytes, done / length)
+        with self._lock:
+            found = self._counts.progress(epoch, visited)
         if (begun := self._begun.get(epoch)) is None:
             return found
         left = seconds_left(found.share, time.monotonic() - begun[0], begun[1])
@@ -270,44 +240,19 @@ class DistributedDataset(StaysHere):
     @property
     def examples(self) -> int:
         """How many examples an epoch has; unknown for files that do not say it."""
-        if (sizes := self._block_sizes("examples")) is None:
-            return self._pipeline.visited_length
-        batch = self._pipeline.batch or 1
-        return int((sizes - sizes % batch).sum() if self._pipeline.drop_remainder else sizes.sum())
+        return self._counts.examples
 
     def __len__(self) -> int:
         """Return how many elements (batches) an epoch has; of a dataset of blocks shuffled together the first one."""
-        if (sizes := self._block_sizes("len()")) is None:
-            return self.shape.elements
-        batch = self._pipeline.batch or 1
-        return int((sizes // batch if self._pipeline.drop_remainder else -(-sizes // batch)).sum())
+        return self._counts.elements
 
     @property
     def shape(self) -> EpochShape:
-        pipeline = self._pipeline
-        source = pipeline.source
-        noun = source.noun if isinstance(source, Blocks) else "example"
-        noun = "window" if pipeline.window > 1 else noun
-        return EpochShape(pipeline.visited_length, pipeline.element, self._epochs, self._elements, noun)
+        return self._counts.shape(self._epochs, self._elements)
 
     def save_position(self) -> None:
         """Write the position now, instead of within the next seconds."""
         self._progress.save()
-
-    def _block_sizes(self, purpose: str) -> Numbers | None:
-        """Return the examples of each block, or of each window of the first epoch; None if it is not read in blocks.
-
-        TypeError if they are not known.
-        """
-        source = self._pipeline.source
-        if not isinstance(source, Blocks):
-            return None
-        if (sizes := source.sizes) is None:
-            where = "known only to their reader" if isinstance(source, Files) else "known only when they are read"
-            raise TypeError(f"{purpose}: the number of examples in the files is {where}")
-        if (window := self._pipeline.window) > 1:  # other epochs may put others together
-            sizes = np.add.reduceat(sizes[self._pipeline.block_order(0)], np.arange(0, len(sizes), window))
-        return sizes
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
         """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""
