@@ -664,6 +664,27 @@ def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.Mon
         assert _values(facts(found_in(killed(tmp_path / "s")))) == _values(facts(held))
 
 
+def test_a_disk_with_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are as small as they have to be; all that fits is taken and saved."""
+    allocate = os.posix_fallocate
+
+    def allocate_little(descriptor: int, begin: int, size: int) -> None:
+        if begin + size > 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_little)
+    with begun(tmp_path / "s") as (manager, held):
+        declare(held, 1, np.zeros(1 << 14))  # of 128 KiB
+        client = Client(manager, held)
+        for _ in range(3):
+            manager.save()
+            for _ in range(6):
+                assert client.update(dense(ps_pb2.ADD, np.ones(1 << 14))).applied == 1
+        no_more_generations(manager)
+        assert values_of(found_in(killed(tmp_path / "s")), 1)[0] == values_of(held, 1)[0] == 18
+
+
 def test_a_disk_without_room_at_the_beginning_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A creation is refused, with the reason, and succeeds once there is room."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)

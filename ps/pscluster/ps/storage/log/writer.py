@@ -51,6 +51,7 @@ from pscluster.ps.storage.policy import LogPlan
 from pscluster.v1 import state_pb2
 
 _GROW, _MOST = 16 << 20, 256 << 20  # steps by which a segment grows
+_LEAST = 64 << 10  # what a segment begins with where there is no room for such a step
 _ROOM = 256  # for a record, besides its request and payload
 
 
@@ -85,7 +86,11 @@ class Log:
             file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 size = max(size, os.fstat(file).st_size)
-                os.posix_fallocate(file, 0, size)
+                try:
+                    os.posix_fallocate(file, 0, size)
+                except OSError:  # a disk that is small, or almost full: what is promised, and little more
+                    size = self._promised + _LEAST
+                    os.posix_fallocate(file, 0, size)
                 unused = self._segment > saved and self._end == FIRST
                 previous = self._previous if unused else self._segment or before
                 head = with_crc(SEGMENT, SEGMENT_MAGIC, generation, previous, machine_boot_id())
