@@ -541,6 +541,21 @@ def test_nothing_is_written_over_a_checkpoint(manager: CheckpointManager, model:
     assert model.facts() == before
 
 
+def test_two_managers_in_one_directory(
+    manager: CheckpointManager, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is logged, once; one after the other is fine."""
+    manager.save()
+    with CheckpointManager(manager.directory, strategy=model.strategy) as another:
+        another.save()
+        assert not caplog.messages
+        for _ in range(2):
+            manager.save()
+            another.save()
+    told = [text for text in caplog.messages if "give each its own" in text]
+    assert [text.split()[0] for text in told] == [f"{manager.directory}/ckpt-00000{number}" for number in (2, 3)]
+
+
 def test_now_and_then(model: Model, tmp_path: Path) -> None:
     """With `every=` they are made in the background, until the manager is closed."""
     folder = tmp_path / "checkpoints"

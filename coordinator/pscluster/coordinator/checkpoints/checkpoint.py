@@ -354,7 +354,8 @@ class MarkedCheckpoint:
                 fs.makedirs(where, exist_ok=True)
                 if there(fs, join(where, INDEX)):
                     raise CheckpointError(
-                        f"{path} already holds a checkpoint, which is never overwritten: give another path"
+                        f"{path} already holds a checkpoint, which is never overwritten: give another path, and each "
+                        "job a directory of its own"
                     )
                 replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self.mark, path, nbytes)
                 reach("coordinator.parts.after")

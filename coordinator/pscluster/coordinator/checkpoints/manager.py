@@ -92,6 +92,7 @@ class CheckpointManager(StaysHere):
         self.checkpoint = Checkpoint(strategy, barrier_timeout=barrier_timeout, features=features)
         self._lock = threading.Lock()  # one save or restore at a time
         self._last = 0
+        self._shared = False  # whether another manager was found to save here, and that was logged
         self._closed = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str] | None = None
@@ -133,7 +134,15 @@ class CheckpointManager(StaysHere):
             if self._closed:
                 raise MisuseError("this CheckpointManager is closed: make another one")
             # Never use a number twice: a server that missed a failure may still be writing there.
-            checkpoint_number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
+            found = max(folder.numbers(self.directory, whole=False), default=0)
+            if found > self._last > 0 and not self._shared:
+                self._shared = True
+                logger.warning(
+                    "%s was made by another job, or by another manager of this one: if both use this directory at the "
+                    "same time, each may restore, and removes, what the other has saved; give each its own",
+                    folder.path_of(self.directory, found),
+                )
+            checkpoint_number = self._last = max(self._last, found) + 1
             folder.clear_finished(self.directory)  # first, so that no evaluator takes the new one for the last
             marked = self.checkpoint.mark(checkpoint_number)
             future = self._pending = self._writer.submit(
