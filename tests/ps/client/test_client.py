@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.conftest import attached
 from tests.fakes import FakeCall
+from tests.ps.storage.support import declare
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
@@ -30,6 +31,7 @@ from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
+from pscluster.ps.server.state.store import Store
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -243,6 +245,21 @@ def test_losses_are_counted_of_any_number_of_shards(
     seen = [ps_pb2.SeenUpdates(variable=4_000_000_000, shard=shard, updates=1) for shard in range(MAX_COUNT + 1)]
     monkeypatch.setattr(strategy.context.client.updater, "seen", lambda: seen)
     assert strategy.lost_updates() == {}
+
+
+def test_nothing_is_kept_of_a_variable_that_was_deleted(strategy: ParameterServerStrategy) -> None:
+    """A job may make and delete variables for weeks."""
+    updater, before = strategy.context.client.updater, len(strategy.context.client.updater.seen())
+    with strategy.scope():
+        variable = Variable(np.zeros(3), name="for a while")
+    variable.assign_add(np.ones(3))
+    assert len(updater.seen()) == before + 1
+    strategy.delete_variable(variable)
+    assert len(updater.seen()) == before
+    store = Store(0, JOB)
+    declare(store, 1, np.zeros(3))
+    store.delete("v1")
+    assert store._creating == {}
 
 
 def test_a_server_that_worked_for_another_job_shows_it() -> None:

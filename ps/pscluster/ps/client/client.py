@@ -395,6 +395,7 @@ class PsClient:
     def delete_variable(self, name: str, variable_id: int, *, retry: bool = False) -> None:
         """Remove a variable from all servers: from the reachable ones, or, with `retry`, waiting for the others."""
         self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=variable_id), retry=retry)
+        self.updater.forget(variable_id)
 
     def delete_copies(self, evaluation: int, *, retry: bool = False) -> bool:
         """Remove all copies of an evaluation, as `delete_variable`. Return False if a server was unreachable."""

@@ -233,6 +233,11 @@ class Updater:
             if boot_id != now or count > most:
                 seen[shard] = now, count
 
+    def forget(self, variable: int) -> None:
+        """Forget the updates of a variable, by id, that was deleted: it can't lose any more."""
+        for shard in [shard for shard in list(self._seen) if shard[0] == variable]:
+            self._seen.pop(shard, None)
+
     def has_updated(self, variable: int) -> bool:
         """Return whether an update of this client to a variable, by id, was acknowledged."""
         return any(known == variable for known, _ in list(self._seen))

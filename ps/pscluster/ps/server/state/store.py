@@ -166,7 +166,7 @@ class Store:
             deleted = self.directory.delete(name, variable, evaluation)
             if deleted:
                 self._forget_prepared()
-            for deleted_id in deleted if evaluation else ():
+            for deleted_id in deleted:
                 self._creating.pop(deleted_id, None)
 
     def describe(
