@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 from tests.conftest import attached
 from tests.fakes import FakeCall
-from tests.ps.storage.support import declare
-from tests.waiting import TIMEOUT
+from tests.ps.storage.support import beside, declare
+from tests.waiting import TIMEOUT, until
 
-from pscluster.coordinator import ParameterServerStrategy, Variable
-from pscluster.core.errors import PSUnavailableError, ShardMovedError, UnavailableError
+from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.core.errors import PSUnavailableError, ShardMovedError, StaleError, UnavailableError
 from pscluster.core.ids import make_identity
 from pscluster.core.limits import MAX_COUNT
 from pscluster.core.transport.channels import PeerAddress
@@ -32,6 +33,7 @@ from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.state.store import Store
+from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 7
@@ -245,6 +247,36 @@ def test_losses_are_counted_of_any_number_of_shards(
     seen = [ps_pb2.SeenUpdates(variable=4_000_000_000, shard=shard, updates=1) for shard in range(MAX_COUNT + 1)]
     monkeypatch.setattr(strategy.context.client.updater, "seen", lambda: seen)
     assert strategy.lost_updates() == {}
+
+
+def test_threads_that_wait_for_a_frozen_server_end_with_the_job() -> None:
+    """Not after `ps_timeout`; and they are told that it is over, not that the server is lost."""
+    with LocalCluster(num_ps=2, num_workers=1) as cluster:
+        strategy = ParameterServerStrategy(cluster, variable_partitioner=FixedShardsPartitioner(2))
+        with strategy.scope():
+            variable = Variable(np.zeros((2, SESSION_BYTES // 8)), name="v")
+        begun = [threading.Event() for _ in range(3)]
+
+        def forever(work: Callable[[], object], event: threading.Event) -> Callable[[], None]:
+            def run() -> None:
+                while True:
+                    work()
+                    event.set()
+
+            return run
+
+        works = (variable.numpy, lambda: variable.assign_add(variable.shape[1]), variable.variables[0].read_value)
+        with beside(*map(forever, works, begun)) as raised:
+            for event in begun:
+                assert event.wait(TIMEOUT)
+            cluster.kill("ps", 1, signal.SIGSTOP)
+            try:
+                strategy.close()
+                until(lambda: len(raised) == len(works), "all have ended", lambda: raised)
+            finally:
+                cluster.kill("ps", 1, signal.SIGCONT)
+    assert [type(error) for error in raised] == [StaleError] * len(works), raised
+    assert all("its strategy was closed" in str(error) for error in raised), raised
 
 
 def test_nothing_is_kept_of_a_variable_that_was_deleted(strategy: ParameterServerStrategy) -> None:

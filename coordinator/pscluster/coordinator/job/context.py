@@ -325,6 +325,7 @@ class JobContext:
             if self.closed:
                 return
             self.closed = True
+        self.client.exchanges.closed = reason  # before servers drop the job: threads are told that, and not of a loss
         if self.dispatcher is not None:
             self.dispatcher.status.warn_of_forgotten()
         self.event_log.record("coordinator", "note", f"the job is over: {reason}")

@@ -329,8 +329,10 @@ class Server:
         self._transport.drop()
 
     def close(self) -> None:
+        """Close all connections, and end the calls that wait for an answer: the server may be frozen."""
         with self._lock:
             self._closed = True
+            self.liveness.given_up = True
             leaving = self._leaving
         for timer in leaving:
             timer.cancel()

@@ -150,7 +150,11 @@ class Exchanges:
             error.__traceback__ = None  # gRPC's frames, which hold the error
         except (UnavailableError, StaleError) as error:
             failure = error
+        except ValueError:  # what gRPC raises for a channel that was closed meanwhile
+            self.check_open()
+            raise
         try:
+            self.check_open()
             server.check()
             if isinstance(failure, StaleError):
                 self._check_store_id(server)  # a restarted server knows nothing of the job
