@@ -127,6 +127,21 @@ def test_one_probe_at_a_time() -> None:
     assert not begun.acquire(blocking=False)
 
 
+def test_a_probe_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next check probes again: otherwise a server that is frozen later would never be found out."""
+
+    def no_more(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    liveness = Liveness(lambda _seconds: True, MAX_SILENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError):
+            liveness.probe()
+    liveness.probe()
+    until(lambda: liveness.answered == 1, "it has answered")
+
+
 def test_a_call_with_nothing_to_probe() -> None:
     """It is cancelled for silence alone, and progress keeps it alive."""
     watched = WatchedCall(lambda: None, MAX_SILENCE)

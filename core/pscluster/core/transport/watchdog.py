@@ -67,7 +67,11 @@ class Liveness:
     def probe(self) -> None:
         """Start a probe, unless one is under way."""
         if self._probing.acquire(blocking=False):
-            threading.Thread(target=self._probe, name="liveness", daemon=True).start()
+            try:
+                threading.Thread(target=self._probe, name="liveness", daemon=True).start()
+            except BaseException:  # there are too many threads: the next check tries again
+                self._probing.release()
+                raise
 
     def _probe(self) -> None:
         try:
