@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -30,7 +31,7 @@ class ServerWatch:
         # By server: the keys that it has not been told to forget yet, and the functions that have ended likewise.
         self._forgotten = [set[int]() for _ in state.servers]
         self._untold = [IntervalSet() for _ in state.servers]
-        self._removed: set[ServerAttachment] = set()
+        self._removed = weakref.WeakSet[ServerAttachment]()
 
     def jobs(self) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines to run for as long as the job does."""
