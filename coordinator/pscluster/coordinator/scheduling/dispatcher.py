@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from pscluster.coordinator.scheduling.answers import Answers
 from pscluster.coordinator.scheduling.calls.call import Call
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.coordinator.scheduling.connections.lifecycle import end_job
+from pscluster.coordinator.scheduling.connections.lifecycle import end_job, is_cancelled
 from pscluster.coordinator.scheduling.connections.loop import end_tasks
 from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.decisions.gang import Gang
@@ -229,10 +229,9 @@ class Dispatcher:
         try:
             await job
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
-            failure: BaseException = error  # not requested: gRPC says so of a call that has ended
+            failure: BaseException = error
         except Exception as error:
             failure = error
         else:

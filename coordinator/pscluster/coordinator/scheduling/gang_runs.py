@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from pscluster.coordinator.scheduling.calls.call import Call
 from pscluster.coordinator.scheduling.calls.function_errors import cancelled_error
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValueStatus
-from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
+from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION, is_cancelled
 from pscluster.coordinator.scheduling.connections.worker_connection import WorkerConnection
 from pscluster.coordinator.scheduling.decisions.gang import Gang, GangState
 from pscluster.coordinator.scheduling.decisions.tasks import Task
@@ -152,4 +152,8 @@ async def _answers(connection: WorkerConnection | None) -> bool:
     try:
         return connection is not None and await connection.answers(LATE_SECONDS)
     except LOST_CONNECTION:
+        return False
+    except asyncio.CancelledError:  # it was closed meanwhile
+        if is_cancelled():
+            raise
         return False

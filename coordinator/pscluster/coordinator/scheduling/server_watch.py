@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION
+from pscluster.coordinator.scheduling.connections.lifecycle import LOST_CONNECTION, is_cancelled
 from pscluster.coordinator.scheduling.connections.server_link import ServerAttachment, runs
 from pscluster.coordinator.scheduling.connections.worker_connection import TELL_SECONDS, WorkerConnection
 from pscluster.coordinator.scheduling.state import DispatchState
@@ -68,7 +68,11 @@ class ServerWatch:
 
         async def tell(connection: WorkerConnection) -> None:
             with suppress(*LOST_CONNECTION, TimeoutError):  # then less is known
-                await asyncio.wait_for(connection.report_seen(servers), TELL_SECONDS)
+                try:
+                    await asyncio.wait_for(connection.report_seen(servers), TELL_SECONDS)
+                except asyncio.CancelledError:  # it was closed meanwhile
+                    if is_cancelled():
+                        raise
 
         workers = self._state.workers
         await asyncio.gather(*(tell(handle.connection) for handle in workers if handle.up and handle.connection))

@@ -42,6 +42,15 @@ LOST_CONNECTION = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 that ended before its status was read."""
 
 
+def is_cancelled() -> bool:
+    """Return whether the task that has got a CancelledError was cancelled.
+
+    Otherwise the call that it awaits has ended because its channel was closed: grpc.aio raises the same error then.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 def why_lost(error: BaseException, peer: str) -> PsClusterError:
     """Convert one of those errors to a PsClusterError; return a PsClusterError as it is."""
     if isinstance(error, PsClusterError):

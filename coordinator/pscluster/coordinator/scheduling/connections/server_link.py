@@ -18,6 +18,7 @@ from pscluster.coordinator.scheduling.connections.lifecycle import (
     LOST_CONNECTION,
     AioChannel,
     TlsDiagnosis,
+    is_cancelled,
     repeat,
     why_lost,
 )
@@ -94,7 +95,7 @@ class ServerAttachment:
             # Not through a variable: the error and this frame would hold each other, 20 KiB an attempt.
             raise await self._diagnosed(from_rpc(error, str(self.peer))) from None
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+            if is_cancelled():
                 raise
             raise UnavailableError(f"{self.peer.task} has moved meanwhile") from None  # its old channel is closed
         if event is grpc.aio.EOF:
