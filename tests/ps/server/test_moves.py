@@ -243,3 +243,15 @@ def test_a_shard_that_can_not_be_saved_is_not_taken(
     assert (held.shards, held.spec.placement) == ({}, 0)
     with target.store.ledger() as ledger:
         assert not ledger.remembered
+
+
+def test_a_read_that_was_answered_as_its_shard_left(sides: tuple[Side, Side]) -> None:
+    """The answer counts. It is not prepared for the next request, and ends no session."""
+    source, _ = sides
+    read = ps_pb2.ReadRequest(job=JOB, items=[ps_pb2.ReadItem(variable=VARIABLE, rows=ps_pb2.Rows(all=True))])
+    source.store.prepare(b"the request", read)
+    assert source.store.prepared(b"the request") is not None
+    owners = source.store.directory.variables[VARIABLE].spec.owners
+    source.store.place(spec_of(source.store, 1, *(1 for _ in owners)), JOB)
+    source.store.prepare(b"the request", read)
+    assert source.store.prepared(b"the request") is None

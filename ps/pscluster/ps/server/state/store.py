@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pscluster.core.errors import InvalidUpdateError, StaleError, UnknownVariableError
+from pscluster.core.errors import InvalidUpdateError, PsClusterError, StaleError
 from pscluster.core.transport.frames import view
 from pscluster.ps.request_metrics import StoreMetrics
 from pscluster.ps.server.state.dedup import Ledger
@@ -321,7 +321,7 @@ class Store:
         with self._lock:
             try:
                 targets = [self.directory.find(item.variable, item.shard) for item in request.items]
-            except UnknownVariableError:  # deleted since
+            except PsClusterError:  # deleted since, or elsewhere
                 return
             if len({id(shard) for _, shard in targets}) < len(targets):  # our clients read each shard once
                 return
