@@ -528,11 +528,19 @@ def test_updates_after_a_restore_that_is_not_saved(tmp_path: Path, monkeypatch: 
         made[0].term = 1
         with pytest.raises(UnavailableError, match="until the restored checkpoint has been saved"):
             client.send(made)
-        assert values_of(found_in(killed(tmp_path / "s"), Durability.LOG), 1).tolist() == [1] * 3, "as it was before"
+        copy = killed(tmp_path / "s")
+        assert values_of(found_in(copy, Durability.LOG), 1).tolist() == [1] * 3, "as it was before"
         disk.armed = False
         until(lambda: "failing" not in manager.words, "there is room, and it is seen")
         assert client.send(made).applied == 1
         assert values_of(found_in(killed(tmp_path / "s"), Durability.LOG), 1).tolist() == [1] * 3, "after the restore"
+    with manager_of(copy) as manager:  # other servers may have been restored: the job goes on with that mixture
+        recovered = manager.restore()
+        assert recovered is not None
+        assert Client(manager, recovered.store).send(made).applied == 1
+        assert recovered.store.term == 0, "the coordinator learns that this one was not"
+        again = killed(copy)
+    assert values_of(found_in(again, Durability.LOG), 1).tolist() == [2] * 3
 
 
 # What clients have seen beyond what was restored

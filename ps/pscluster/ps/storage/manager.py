@@ -202,8 +202,8 @@ class StateManager(StateSaver):
         """Whether there is a log, which needs an update's payload after the update."""
         return self._log is not None
 
-    def _check_saved(self, store: Store, term: int) -> JobState | None:
-        """Return the job, if there is one. UnavailableError if the log can't take updates of this term yet.
+    def _check_saved(self, store: Store) -> JobState | None:
+        """Return the job, if there is one. UnavailableError if the log can't take updates yet.
 
         Its records go on from what was saved last: a coordinator or a restore since then would be missing.
         """
@@ -211,7 +211,7 @@ class StateManager(StateSaver):
             if not self._plan.is_saved(self._owed):
                 raise UnavailableError("updates are refused until the change of coordinator has been saved")
             job = self._job
-            if job is not None and job.store is store and job.saved is not None and term > job.saved.term:
+            if job is not None and job.store is store and job.saved is not None and store.term > job.saved.term:
                 raise UnavailableError("updates are refused until the restored checkpoint has been saved")
             return job
 
@@ -230,7 +230,7 @@ class StateManager(StateSaver):
             finally:
                 self._note_change()
             return
-        job = self._check_saved(store, request.term)
+        job = self._check_saved(store)
         identity = job.identity if job is not None and job.store is store else JobIdentity()  # none: its job is over
         optimizers = {change.optimizer.spec.id: change.optimizer for change in changes if change.optimizer is not None}
         used = [replay.saved_optimizer(known) for known in optimizers.values()]
@@ -270,7 +270,7 @@ class StateManager(StateSaver):
         """Log a contribution to a synchronous step, if there is a log. UnavailableError if it can't be written."""
         if self._log is None:
             return
-        job = self._check_saved(store, contribution.request.term)
+        job = self._check_saved(store)
         if job is None or job.store is not store:
             return  # its job is over
         record, size = job.record_of(contribution)

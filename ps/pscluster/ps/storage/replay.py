@@ -213,8 +213,9 @@ class Replay:
     coordinator then takes the store over, as it did originally.
     """
 
-    def __init__(self, store: Store, store_id: int, coordinator_number: int) -> None:
+    def __init__(self, store: Store, store_id: int, coordinator_number: int, *, newest: bool = True) -> None:
         self._store = store
+        self._newest = newest  # whether the generation is the last one, so that no restore has been saved since
         self._store_id = store_id
         self.coordinator_number = coordinator_number  # of the last coordinator
         # Others were deleted, or have moved to another server since.
@@ -228,7 +229,8 @@ class Replay:
         """Take the next record. DamagedError if it does not fit the store."""
         if record.store_id != self._store_id:
             return  # of the previous job, which was still in progress when this one began
-        if record.update.term > self._store.term:
+        # A server that died before it had saved a restore takes updates of the others' term, on what it had before.
+        if record.update.term > self._store.term and not self._newest:
             raise DamagedError("a checkpoint was restored after the snapshot that is used, and is not in the log")
         if record.update.HasField("contribution"):  # perhaps of the coordinator before the one that had it logged again
             self._contributed(record, payload)
@@ -313,7 +315,7 @@ def replayed(
     """
     _, optimizers, _ = store.held()
     declared_last = list(map(saved_optimizer, optimizers))
-    replay = Replay(store, manifest.store_id, manifest.coordinator_number)
+    replay = Replay(store, manifest.store_id, manifest.coordinator_number, newest=newest)
     for record, payload in records:
         replay.add(record, payload)
     replay.end()
