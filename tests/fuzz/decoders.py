@@ -22,7 +22,9 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_network
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -42,13 +44,16 @@ from pscluster.coordinator.checkpoints.index import (
     read_index,
 )
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
+from pscluster.coordinator.job.members import SECRET_BYTES, Claim, Members
 from pscluster.coordinator.job.progress import decoded
+from pscluster.coordinator.job.registration import place_of
 from pscluster.coordinator.serving import TableVersion, delta_parquet, delta_safetensors
 from pscluster.coordinator.serving.delta_files import Changes, Header
 from pscluster.coordinator.serving.deltas import read_delta
 from pscluster.core.cluster.addresses import parse_address
 from pscluster.core.cluster.tf_config import TFConfig
 from pscluster.core.errors import (
+    AuthenticationError,
     CheckpointError,
     ConfigurationError,
     MemberUnavailableError,
@@ -56,6 +61,7 @@ from pscluster.core.errors import (
     NotPermittedError,
     ProtocolError,
     PsClusterError,
+    RefusedError,
     from_kind,
 )
 from pscluster.core.functions.definitions import capture, resolve, split_off_bulk
@@ -66,6 +72,7 @@ from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.limits import MAX_CALL_BYTES
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import NodeService
+from pscluster.core.security.handshake import NONCE_BYTES, CallHeader, Secret, SessionTable, accept_reply, make_request
 from pscluster.core.security.tokens import load_token
 from pscluster.core.transport.frames import Assembler, pack, padding, unpack
 from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, as_buffers
@@ -83,7 +90,17 @@ from pscluster.ps.storage.log import format as log_format
 from pscluster.ps.storage.log import reader as log_reader
 from pscluster.ps.storage.replay import restored
 from pscluster.ps.wire_dtypes import encode as encode_floats
-from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.v1 import (
+    authentication_pb2,
+    coordinator_pb2,
+    data_plane_pb2,
+    definition_pb2,
+    node_pb2,
+    ps_pb2,
+    state_pb2,
+    value_pb2,
+    worker_pb2,
+)
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.incoming import Hosted, Receiver
 from pscluster.worker.collectives.mailbox import Mailbox
@@ -639,12 +656,22 @@ def _frames_examples() -> list[bytes]:
 
 
 class _Node:
-    def __init__(self) -> None:
+    """What every role answers, of a server; a new one for some inputs."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._used = folder, 0
+        self._begin()
+
+    def _begin(self) -> None:
         identity = node_pb2.Identity(version=VERSION, role="ps", name="ps 0")
-        self._service = NodeService(identity, ParameterServerRole(0), lambda: None)
+        self._role = Server(self._folder).role
+        self._service = NodeService(identity, self._role, lambda: None)
 
     def call(self, data: bytes) -> None:
         """Make a Hello, an attachment, or the end of a job."""
+        self._used += 1
+        if self._used % 20 == 0:
+            self._begin()
         which, rest = (data[0] % 3, data[1:]) if data else (0, b"")
         if which == 0:
             self._service.hello(node_pb2.HelloRequest.FromString(rest), _context())
@@ -655,8 +682,7 @@ class _Node:
         else:
             self._service.end_job(node_pb2.EndJobRequest.FromString(rest), _context())
 
-    @staticmethod
-    def examples() -> list[bytes]:
+    def examples(self) -> list[bytes]:
         """Examples for `call`."""
         identity = node_pb2.Identity(version=VERSION, role="chief", index=0, boot_id=4, name="chief 0")
         attach = node_pb2.AttachRequest(
@@ -664,17 +690,44 @@ class _Node:
         )
         attach.store_ids.append(8)
         attach.ps_timeout = 3.0
+        again = node_pb2.AttachRequest()
+        again.CopyFrom(attach)
+        for held in self._role.store.held()[0]:
+            again.placed.add().CopyFrom(held.spec)
+            again.placed[-1].placement = 1
+            named = {"variable": held.spec.id, "shard": 0, "server": 0}
+            (again.frozen if held.spec.id == 1 else again.arriving).add(**named)
+        again.workers.append(1)
         return [
             b"\0" + node_pb2.HelloRequest(identity=identity).SerializeToString(),
             b"\1" + attach.SerializeToString(),
+            b"\1" + again.SerializeToString(),
             b"\2" + node_pb2.EndJobRequest(job=JOB, reason="over").SerializeToString(),
         ]
 
 
 class _NoClient:
-    """A worker's client that reaches no server."""
+    """A worker's client that reaches no server. Its exchanges are itself."""
 
-    num_servers = 1
+    def __init__(self) -> None:
+        self.exchanges, self.servers = self, [SimpleNamespace(store_id=8)]
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers it has."""
+        return len(self.servers)
+
+    def add_server(self, _peer: object, store_id: int) -> None:
+        """Add one."""
+        self.servers.append(SimpleNamespace(store_id=store_id))
+
+    def remove_server(self) -> None:
+        """Remove the last."""
+        self.servers.pop()
+
+    def move(self, peer: Any) -> None:
+        """Have one be elsewhere."""
+        assert peer.index < len(self.servers)
 
     def report_seen(self, servers: Sequence[int]) -> None:
         """Tell no server."""
@@ -692,8 +745,8 @@ class _Worker:
         self._service = WorkerService(self._role)
 
     def call(self, data: bytes) -> None:
-        """Make an upload without code, a recall, a release, a download, a question for what was seen, or an answer."""
-        which, rest = (data[0] % 6, data[1:]) if data else (0, b"")
+        """Make an upload without code, or any other call, but those whose functions run."""
+        which, rest = (data[0] % 8, data[1:]) if data else (0, b"")
         if which == 0:
             frames = rest.split(b"\xa5\x5a\xa5")[:3]
             if unpack(frames[0], worker_pb2.UploadRequest)[0].WhichOneof("body") != "definition":
@@ -706,6 +759,10 @@ class _Worker:
             self._service.report_seen(worker_pb2.ReportSeenRequest.FromString(rest), _context())
         elif which == 5:
             self._service.answer(worker_pb2.AnswerRequest.FromString(rest), _context())
+        elif which == 6:
+            self._service.move_servers(worker_pb2.MoveServersRequest.FromString(rest), _context())
+        elif which == 7:
+            self._role.admit(node_pb2.AttachRequest.FromString(rest))
         else:
             list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
 
@@ -727,14 +784,65 @@ class _Worker:
         )
         release = worker_pb2.ReleaseRequest(incarnation=incarnation, resources=[4], definitions=["abc"])
         answer = worker_pb2.AnswerRequest(incarnation=incarnation, function=1, position=1, number=1, value=encode(3))
+        moved = node_pb2.ServerAddress(index=0, address="127.0.0.1:2222", tls_name="ps.pscluster")
+        places: dict[str, Any] = {"ps_addresses": ["127.0.0.1:2222", "[::1]:2223"], "store_ids": [8, 9]}
+        resized = worker_pb2.MoveServersRequest(incarnation=incarnation, servers=[moved], **places)
+        attach = node_pb2.AttachRequest(job=JOB, num_workers=1, moved_servers=[moved], resized=True, **places)
         return [
             b"\0" + pack(upload, [bytes(24)]),
             b"\0" + pack(resource),
             b"\5" + answer.SerializeToString(),
+            b"\6" + resized.SerializeToString(),
+            b"\7" + attach.SerializeToString(),
             b"\1" + recall.SerializeToString(),
             b"\2" + release.SerializeToString(),
             b"\3" + worker_pb2.DownloadRequest(incarnation=incarnation, function=1).SerializeToString(),
             b"\4" + worker_pb2.ReportSeenRequest(incarnation=incarnation, servers=[0]).SerializeToString(),
+        ]
+
+
+# Those who have not proved anything yet, or ask to join
+
+_SECRET = Secret.of("correct-horse-battery-staple")
+
+
+class _Newcomers:
+    """A handshake, the header of a call, or a registration, as the first byte says."""
+
+    def __init__(self) -> None:
+        self._sessions = SessionTable("ps", 0, 7)
+
+    def call(self, data: bytes) -> None:
+        """Take one of them."""
+        which, rest = (data[0] % 3, data[1:]) if data else (0, b"")
+        if which == 0:
+            request = authentication_pb2.HandshakeRequest.FromString(rest)
+            self._sessions.open([_SECRET], request, 0.0)
+        elif which == 1:
+            header = CallHeader.parse(rest.decode(errors="surrogateescape"))
+            if header is None or self._sessions.admit(header, "/a/B", 0.0) is None:
+                raise AuthenticationError("no header of a call, or of no session")
+        else:
+            asked = coordinator_pb2.RegisterRequest.FromString(rest)
+            for caller in ("ipv4:10.0.0.9:4", "ipv6:%5Bfe80::1%25eth0%5D:4", "unix:"):
+                with contextlib.suppress(RefusedError):
+                    place_of(asked, caller, "unix:/run/job/chief-0", [ip_network("10.0.0.0/8")])
+            claim = Claim(asked.secret, asked.task, asked.last_index if asked.had_index else None)
+            Members([0, 1], limit=10).claim(claim, 100.0, lambda _: False)
+
+    def examples(self) -> list[bytes]:
+        """Examples for `call`."""
+        handshake = make_request(_SECRET, "127.0.0.1:1", bytes(range(NONCE_BYTES)))
+        session = accept_reply(_SECRET, handshake, self._sessions.open([_SECRET], handshake, 0.0).reply)
+        asked: dict[str, Any] = {"port": 2222, "secret": bytes(SECRET_BYTES), "job_name": "digits"}
+        registrations = [
+            coordinator_pb2.RegisterRequest(host="10.0.0.3", task="3", **asked),
+            coordinator_pb2.RegisterRequest(path="/run/job/worker-0", last_index=1, had_index=True, **asked),
+        ]
+        return [
+            b"\0" + make_request(_SECRET, "127.0.0.1:1", bytes(NONCE_BYTES)).SerializeToString(),
+            b"\1" + session.next_call("/a/B")[0].encode(),
+            *(b"\2" + registration.SerializeToString() for registration in registrations),
         ]
 
 
@@ -1162,7 +1270,9 @@ def _with_delta_checksum(data: bytes) -> bytes:
 
 def all_decoders(folder: Path) -> list[Decoder]:
     """All decoders; their files are in the folder."""
-    files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
+    files, worker, functions = _Files(folder), _Worker(), _Functions(folder)
+    newcomers = _Newcomers()
+    node = _Node(tempfile.mkdtemp(dir=folder))
     servers = _Servers(tempfile.mkdtemp(dir=folder))
     steps, moves = _Steps(tempfile.mkdtemp(dir=folder)), _Moves(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
@@ -1187,6 +1297,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("ps", servers.unary_examples(), servers.unary),
         Decoder("node", node.examples(), node.call),
         Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
+        Decoder("newcomer", newcomers.examples(), newcomers.call),
         Decoder("exchange", _exchange_examples(), _exchange),
         Decoder("steps", steps.examples(), steps.run),
         Decoder("moves", moves.examples(), moves.run),
