@@ -327,6 +327,20 @@ def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> No
     assert "in cell\n    raise ValueError(1)\nValueError: 1" in error.remote_traceback
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "\u0661" * 4, "-1", "1e9", "0", "999999999"])
+def test_messages_may_look_like_frames(number: str) -> None:
+    """With numbers of lines that there can't be: the error is raised as any other, and not the connection ended."""
+    text = f'x\n  File "{__file__}", line {number}, in f\nend'
+    linecache.getline(__file__, 1)
+
+    def fail() -> None:
+        raise ValueError(text)
+
+    error = rebuild_failure(failed(fail), function="f", worker=0, attempts=1)
+    assert isinstance(error, ValueError)
+    assert error.args == (text,)
+
+
 def test_causes_and_notes_are_told() -> None:
     """The remote traceback shows causes and notes."""
 

@@ -29,7 +29,7 @@ _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
 _RUNNER = ("pscluster.worker.execution.runner", "pscluster.worker.execution.function_calls")
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>[0-9]{1,9}), in ')
 
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
 
