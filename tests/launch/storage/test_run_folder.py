@@ -231,6 +231,22 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         RunFolder(str(tmp_path), "run").writing().__enter__()
 
 
+def test_requests_that_make_no_sense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is logged once, not at each look for as long as the run takes; the next one is taken."""
+    folder = RunFolder(str(tmp_path), "run")
+    with folder.writing(workers=[1, 3]):
+        for text in ("[1]", "{", "3", "[" * 100_000, "\xff", '{"workers": true}', "{}"):
+            (tmp_path / "run" / "scale.json").write_text(text)
+            assert folder.take_request() is folder.take_request() is None
+        (tmp_path / "run" / "scale.json").mkdir()
+        assert folder.take_request() is folder.take_request() is None
+        (tmp_path / "run" / "scale.json.taken").rmdir()
+        assert len(caplog.messages) == 6
+        folder.request_workers(2)
+        assert [folder.take_request(), folder.take_request()] == [2, None]
+    assert not list((tmp_path / "run").glob("scale*"))
+
+
 def test_metadata_and_copies(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_directory(directory(tmp_path / "source", "x"))
     assert checkpoint.metadata == {}

@@ -34,8 +34,10 @@ class RunFiles:
     def _read_json(self, name: str) -> dict[str, Any]:
         """Return what is in a file. FileNotFoundError if there is none, CheckpointError if it is damaged."""
         try:
-            record: dict[str, Any] = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
-        except ValueError as error:
+            record: Any = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
+            if not isinstance(record, dict):
+                raise ValueError(f"it has a {type(record).__name__}")
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path}/{name} is damaged ({error}): restore it, or move it away with all reports after it"
             ) from None

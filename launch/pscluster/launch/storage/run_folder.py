@@ -222,18 +222,24 @@ class RunFolder(SavedRun):
             self._put(_REQUEST, {"workers": workers})
 
     def take_request(self) -> int | None:
-        """Return for how many workers another process asks, once; None if none does."""
+        """Return for how many workers another process asks, once; None if none does.
+
+        A file that makes no sense is removed, and logged.
+        """
         if not self._is_local:
             return None
+        workers, path = None, f"{self._root}/{_REQUEST}"
         try:
-            workers = self._read_json(_REQUEST).get("workers")
-            os.remove(f"{self._root}/{_REQUEST}")
-        except FileNotFoundError:
+            os.replace(path, f"{path}.taken")  # a file that can't be removed is not read: it would be again and again
+        except OSError:
             return None
+        try:
+            workers = self._read_json(f"{_REQUEST}.taken").get("workers")
         except (OSError, CheckpointError) as error:
             logger.warning("can't read a request for another number of workers: %s", error)
-            return None
-        return workers if isinstance(workers, int) else None
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.taken")
+        return workers if type(workers) is int else None
 
     # Metrics once more
 
