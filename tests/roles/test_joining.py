@@ -6,8 +6,10 @@ import json
 import random
 import re
 import signal
+import socket
 from pathlib import Path
 
+import pytest
 from tests.faults.arming.faults import CALL_KINDS, environment
 from tests.roles.processes import (
     PSCLUSTER,
@@ -60,6 +62,16 @@ coordinator.join(60)
 assert count.numpy()[0] == scheduled, (count.numpy(), scheduled)
 print("each counted once:", scheduled > 0, flush=True)
 """
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has the loopback address of IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 class Elastic(Roles):
@@ -122,6 +134,19 @@ def test_joins_and_leaves(tmp_path: Path) -> None:
         third = roles.join()
         third.wait_for("as worker 0")
         roles.until_runs(0, third)
+        roles.end(coordinator)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="there is no ::1 here")
+def test_joins_over_ipv6(tmp_path: Path) -> None:
+    """A worker is dialled on that loopback address on which it listens, not on that from which it has called."""
+    with Elastic(tmp_path) as roles:
+        port = roles.chief.rpartition(":")[2]
+        roles.cluster["chief"] = [f"[::1]:{port}"]  # type: ignore[index]
+        coordinator = roles.begin()
+        for index, options in enumerate(((), ("--bind", "[::1]:0"))):
+            worker = roles.join(*options)
+            roles.until_runs(index, worker)
         roles.end(coordinator)
 
 

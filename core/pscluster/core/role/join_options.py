@@ -19,6 +19,8 @@ from pscluster.core.role.options import ADVERTISE_VARIABLE, JOB_NAME_VARIABLE, T
 
 EVERYWHERE = "0.0.0.0", "::"  # noqa: S104  # nosec B104
 """Addresses to listen at that no peer can dial."""
+LOOPBACK = "127.0.0.1", "::1"
+"""Addresses to listen at that are not dialled at each other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ import tenacity
 from pscluster.core.cluster.addresses import is_on_this_machine, parse_address, split_address
 from pscluster.core.errors import BusyError, ConfigurationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity
-from pscluster.core.role.join_options import EVERYWHERE, JoinOptions, dialled_at
+from pscluster.core.role.join_options import EVERYWHERE, LOOPBACK, JoinOptions, dialled_at
 from pscluster.core.role.lifecycle import StopRequest
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import RoleOptions, choose_serialization, log_serialization, with_user_token
@@ -220,6 +220,8 @@ class Joining:
         """Register once. Raise one of our errors."""
         host, port = self._join.advertised
         path = path_of(self._address)
+        if not host and path is None and (own := split_address(self._address)[0]) in LOOPBACK:
+            host = own  # the call may come from the other one
         if self._serving is not None and path is None and not self._joined:
             # Clients may ask for its data plane before the answer is here, and it must know where they have dialled it.
             self._serving.server.set_address(dialled_at(self._address, self._join))
