@@ -37,12 +37,12 @@ from typing import Protocol
 import grpc
 import tenacity
 
-from pscluster.core.cluster.addresses import is_on_this_machine, parse_address, split_address
+from pscluster.core.cluster.addresses import is_on_this_machine, join_address, parse_address, split_address
 from pscluster.core.errors import BusyError, ConfigurationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity
 from pscluster.core.role.join_options import EVERYWHERE, LOOPBACK, JoinOptions, dialled_at
 from pscluster.core.role.lifecycle import StopRequest
-from pscluster.core.role.listening import listen_address
+from pscluster.core.role.listening import everywhere, listen_address
 from pscluster.core.role.options import RoleOptions, choose_serialization, log_serialization, with_user_token
 from pscluster.core.role.process import bind_log, configure_logging
 from pscluster.core.role.server import RoleServer
@@ -145,7 +145,10 @@ class Joining:
                 "the folder of the coordinator's"
             )
         near = is_on_this_machine(self._join.coordinator)
-        host = options.bind.removesuffix(":0") if options.bind else "127.0.0.1" if near else "0.0.0.0"  # noqa: S104  # nosec B104
+        if options.bind is not None:
+            host = options.bind.removesuffix(":0")
+        else:
+            host = LOOPBACK[0] if near else everywhere(self._join.coordinator)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
             # It stays bound for the life of this process, and never listens: nobody else gets the port.
@@ -154,7 +157,7 @@ class Joining:
             self._reserved.bind(where)
         except OSError as error:
             raise ConfigurationError(f"can't listen on {host} ({error.strerror}); give another --bind") from None
-        return f"{host}:{self._reserved.getsockname()[1]}"
+        return join_address(host.strip("[]"), self._reserved.getsockname()[1])
 
     def begin(self) -> None:
         """Register and serve, or stop if that was asked meanwhile. Raise the coordinator's refusal."""

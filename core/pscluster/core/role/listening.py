@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from pscluster.core.cluster.addresses import is_on_this_machine, parse_address, split_address
+from pscluster.core.cluster.addresses import is_on_this_machine, join_address, parse_address, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tls import TLS_VARIABLE, check_no_tls
+
+
+def everywhere(address: str) -> str:
+    """Return the host for listening on all interfaces, where an address of the cluster is this one.
+
+    gRPC takes IPv6 at 0.0.0.0, too, but the data plane does not.
+    """
+    return "::" if ":" in split_address(address)[0] else "0.0.0.0"  # noqa: S104  # nosec B104
 
 
 def listen_address(own: str | None, options: RoleOptions) -> str:
@@ -14,7 +22,7 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
         parse_address(options.bind)
         address = options.bind
     elif own is not None:
-        address = own if is_on_this_machine(own) else f"0.0.0.0:{split_address(own)[1]}"
+        address = own if is_on_this_machine(own) else join_address(everywhere(own), split_address(own)[1])
     else:
         raise ConfigurationError("the task has no address of its own in TF_CONFIG; give --bind HOST:PORT")
     check_no_tls(address, options.tls)
