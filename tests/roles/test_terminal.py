@@ -96,6 +96,9 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
             assert all(json.loads(line)["all_up"] for line in watch.output.splitlines())
         gate.touch()
         assert coordinator.wait() == 0
+    code, output = run("top", "--rounds", "1", "--every", "0.1", config=config)
+    assert code == 0
+    assert "not up: chief 0, ps 0, ps 1, worker 0, worker 1: it does not answer" in output
 
 
 @pytest.mark.parametrize(

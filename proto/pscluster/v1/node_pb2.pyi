@@ -216,7 +216,7 @@ class ServerAddress(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "replicas", "functions_waiting", "workers", "moved_servers", "num_servers", "metrics_address", "clock", "recorded")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "unsaved", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "replicas", "functions_waiting", "workers", "moved_servers", "num_servers", "metrics_address", "clock", "recorded")
     class LostUpdatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class StatusReply(_message.Message):
     FUNCTIONS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOST_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    UNSAVED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +260,7 @@ class StatusReply(_message.Message):
     functions_running: int
     detail: str
     lost_updates: _containers.ScalarMap[str, int]
+    unsaved: str
     memory_bytes: int
     requests: int
     bytes_in: int
@@ -274,7 +276,7 @@ class StatusReply(_message.Message):
     metrics_address: str
     clock: float
     recorded: _containers.RepeatedCompositeFieldContainer[Recorded]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., num_servers: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., unsaved: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., num_servers: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers", "moved_servers", "placed", "frozen", "arriving", "resized")

@@ -191,6 +191,15 @@ def test_a_checkpoint_that_is_missing() -> None:
     assert health(snapshot(*fine, event_log=event_log)) == ("ok", "Healthy, at work", [])
 
 
+def test_a_server_that_can_t_save() -> None:
+    """Its full disk is a problem, though functions run."""
+    shown = snapshot(*(worker(index) for index in range(3)))
+    shown.replies["ps 1"].unsaved = "No space left on device in /state/ps-1"
+    state, text, (problem,) = health(shown)
+    assert (state, text) == ("warn", "Needs attention")
+    assert problem.startswith("ps 1 can't save its state: No space left on device in /state/ps-1; under durability")
+
+
 def test_a_silent_task() -> None:
     """Who does not answer is said to, though its connection stands: it may be frozen."""
     shown = snapshot(*(worker(index) for index in range(3)))

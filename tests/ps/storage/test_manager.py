@@ -90,9 +90,11 @@ def test_a_creation_that_can_not_be_saved(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(PsClusterError, match=f"could not be saved: No space left on device in {tmp_path}"):
                 manager.save()
             assert f"durability {kind.value}, failing: No space left" in manager.words
+            assert manager.unsaved.startswith("No space left")
         disk.armed = False
         manager.save()
         assert "failing" not in manager.words
+        assert not manager.unsaved
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0, 1, 2]
 
 

@@ -85,6 +85,7 @@ def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
     if peer.role == "ps":
         task |= {"shards": answer.variables, "shard_bytes": answer.variable_bytes, "requests": answer.requests}
         task |= {"bytes_in": answer.bytes_in, "bytes_out": answer.bytes_out, "lost_updates": dict(answer.lost_updates)}
+        task["unsaved"] = answer.unsaved
     else:
         task |= {"functions_done": answer.functions_done, "functions_running": answer.functions_running}
     if peer.role == "worker":
@@ -131,7 +132,7 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
             replies = replies_by_task(answers)
             rates = meter.add(time.monotonic(), replies)
             if round_number:
-                silent = [peer.task for peer in answers if peer.task not in replies]
+                silent = {peer.task: answer for peer, answer in answers.items() if isinstance(answer, str)}
                 show(top_tables(replies, rates, silent, rows))
     return 0
 
@@ -231,8 +232,9 @@ def _numbers(title: str, first: str, *names: str) -> Table:
 
 
 def top_tables(
-    replies: Mapping[str, node_pb2.StatusReply], rates: Rates, silent: Sequence[str], rows: int
+    replies: Mapping[str, node_pb2.StatusReply], rates: Rates, silent: Mapping[str, str], rows: int
 ) -> RenderableType:
+    """Return the tables of an update, and the tasks that are not up, with the reason of each."""
     servers = _numbers("servers", "task", "requests/s", "in/s", "out/s", "shards", "held", "memory")
     workers = _numbers("workers", "task", "functions/s", "running", "waiting for data", "done", "memory")
     parts: list[RenderableType] = [servers, _variables(rates.variables[:rows])]
@@ -267,8 +269,9 @@ def top_tables(
             f"{reply.functions_done:,}",
             size(reply.memory_bytes),
         )
-    if silent:
-        parts.append(Text(f"not up: {', '.join(silent)}", "bold red"))
+    for why in dict.fromkeys(silent.values()):
+        tasks = ", ".join(task for task, reason in silent.items() if reason == why)
+        parts.append(Text(f"not up: {tasks}: {shown(why)}", "bold red"))
     return Group(*parts)
 
 

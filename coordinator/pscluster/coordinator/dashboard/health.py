@@ -74,6 +74,12 @@ def problems_of(snapshot: JobSnapshot, workers: Sequence[Json], servers: Sequenc
         f"{text[:MAX_ERROR_TEXT]}; until one is, a job that dies resumes from an older one, if any"
         for text in snapshot.event_log.unsaved.values()
     ]
+    problems += [
+        f"{row['task']} can't save its state: {row['unsaved'][:MAX_ERROR_TEXT]}; under durability snapshot all updates "
+        "since then are lost if it dies, under log updates wait: make room, or mend the disk"
+        for row in servers
+        if row["unsaved"]
+    ]
     for row in workers:
         if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
             problems.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")

@@ -242,6 +242,7 @@ def _servers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[J
                 "shards": 0 if reply is None else reply.variables,
                 "held": 0 if reply is None else reply.variable_bytes,
                 "lost": {} if reply is None else dict(reply.lost_updates),
+                "unsaved": "" if reply is None else reply.unsaved,
             }
         )
     return rows

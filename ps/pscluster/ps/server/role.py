@@ -159,6 +159,7 @@ class ParameterServerRole(Role):
     def describe(self, reply: node_pb2.StatusReply) -> None:
         reply.variables, reply.variable_bytes = self.store.totals()
         reply.detail = f"{self.store.remembered} updates remembered; {self.manager.words}"
+        reply.unsaved = self.manager.unsaved
         reply.lost_updates.update(self.store.lost)
         reply.requests = sum(self.metrics.pulls.counts) + sum(self.metrics.pushes.counts)
         reply.bytes_in, reply.bytes_out = self.metrics.pushed_bytes, self.metrics.pulled_bytes

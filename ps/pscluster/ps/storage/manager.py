@@ -177,9 +177,13 @@ class StateManager(StateSaver):
         """The durability and its state, for the status."""
         if self._directory is None:
             return "durability none"
-        failed = (self._log.broken if self._log else "") or self._plan.failed
-        state = f"failing: {failed}" if failed else f"{self._plan.saved} snapshots saved"
+        state = f"failing: {failed}" if (failed := self.unsaved) else f"{self._plan.saved} snapshots saved"
         return f"durability {self.options.kind.value}, {state}"
+
+    @property
+    def unsaved(self) -> str:
+        """Why the state can't be saved now; empty if it can."""
+        return (self._log.broken if self._log else "") or self._plan.failed
 
     @property
     def log_bytes(self) -> int:
