@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pscluster.coordinator import Checkpoint, CheckpointManager, LocalCluster, ParameterServerStrategy, SidecarEvaluator
+from pscluster.coordinator import (
+    Checkpoint,
+    CheckpointManager,
+    LocalCluster,
+    ParameterServerStrategy,
+    SidecarEvaluator,
+    callbacks,
+)
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core.checks import type_of
 from pscluster.core.errors import ConfigurationError
@@ -36,6 +44,20 @@ def test_a_number_out_of_its_range_is_refused(name: str) -> None:
         with pytest.raises(ConfigurationError) as caught:
             take(**{name: value})
         assert str(caught.value).startswith(f"{name} is {value!r}; it must be a "), value
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ParameterServerStrategy("ps0:2222"), "needs a cluster, such as TFConfigClusterResolver()"),
+        (lambda: ParameterServerStrategy(LocalCluster(), job_name=3), "job_name is an int; give a string"),
+        (lambda: Checkpoint("unused"), "strategy is a str; give a ParameterServerStrategy"),
+        (lambda: callbacks.EarlyStopping(3), "monitor is an int; give the name of a log"),
+    ],
+)
+def test_another_type_is_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call()
 
 
 @pytest.mark.parametrize("num_ps", [0, math.nan, "2", True])

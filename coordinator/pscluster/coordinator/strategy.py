@@ -273,6 +273,8 @@ class ParameterServerStrategy(ElasticStrategy):
 
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable and its slots from the servers. Its name is free again, and its handles are stale."""
+        if not isinstance(variable, Variable):
+            raise TypeError(f"delete_variable takes a variable, not {type_of(variable)}")
         self.context.variables.delete_variable(variable)
 
     def resolve_handle(self, kind: str, key: str) -> Handle:

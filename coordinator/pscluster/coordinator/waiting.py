@@ -14,14 +14,18 @@ import time
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pscluster.core import checks
+
 T = TypeVar("T")
 
 _SECONDS = 0.5
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return when `timeout` seconds from now are over, on the monotonic clock; None: never."""
-    return math.inf if timeout is None else time.monotonic() + timeout
+    """Return when `timeout` seconds from now are over, on the monotonic clock; None: never. ValueError: no number."""
+    if timeout is None:
+        return math.inf
+    return time.monotonic() + checks.real("timeout", timeout, ", or None", kind="number of seconds", finite=False)
 
 
 def seconds_left(deadline: float) -> float | None:

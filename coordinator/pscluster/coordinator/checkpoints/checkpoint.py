@@ -40,7 +40,7 @@ from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core import checks
-from pscluster.core.checks import configuration_errors
+from pscluster.core.checks import configuration_errors, type_of
 from pscluster.core.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -89,6 +89,8 @@ class Checkpoint(StaysHere):
         self.features = checked_layers(features)
         with configuration_errors():
             self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
+        if not hasattr(strategy, "context"):
+            raise TypeError(f"strategy is {type_of(strategy)}; give a ParameterServerStrategy")
         self.context = strategy.context
 
     def mark(self, checkpoint_number: int = 0) -> MarkedCheckpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pscluster.coordinator.job.terms import check_restored
 from pscluster.coordinator.waiting import result_of, wait_for
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.errors import CheckpointError, CheckpointMismatchError, MisuseError
+from pscluster.core.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.files.tensor_files import join
@@ -87,7 +88,9 @@ class CheckpointManager(StaysHere):
             if len(jobs) != 1:
                 raise MisuseError(f"{len(jobs)} strategies are open: give strategy=")
             (strategy,) = jobs
-        self.directory = str(directory)
+        self.directory = os.fspath(directory)
+        if not self.directory:
+            raise ConfigurationError("the directory of a CheckpointManager is empty; give a path, such as /shared/run")
         self.max_to_keep = max_to_keep
         self.checkpoint = Checkpoint(strategy, barrier_timeout=barrier_timeout, features=features)
         self._lock = threading.Lock()  # one save or restore at a time

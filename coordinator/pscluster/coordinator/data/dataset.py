@@ -355,6 +355,8 @@ def distribute(
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
     retries = checks.whole("retries", retries, at_least=0)
+    if not isinstance(name, str | None):
+        raise TypeError(f"name is {type_of(name)}; give a string, under which its position is saved")
     if reader is not None and not callable(reader):
         raise TypeError(f"reader is {type_of(reader)}; give a function of a file")
     if reader is not None and isinstance(source, str | bytes):

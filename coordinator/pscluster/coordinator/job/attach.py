@@ -23,7 +23,7 @@ from pscluster.coordinator.scheduling.connections.server_link import ServerAttac
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core import checks
-from pscluster.core.checks import configuration_errors
+from pscluster.core.checks import configuration_errors, type_of
 from pscluster.core.cluster.addresses import is_loopback, is_on_this_machine, is_unregistered, unregistered
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, validate_for_strategy
@@ -58,6 +58,12 @@ def describe_job(
     allow_pickle: bool | None,
 ) -> JobContext:
     """Return the context of a new job on this cluster, not connected yet. See `ParameterServerStrategy`."""
+    if not hasattr(resolver, "cluster_spec"):
+        raise TypeError(
+            f"a strategy needs a cluster, such as TFConfigClusterResolver() or LocalCluster(), not {type_of(resolver)}"
+        )
+    if not isinstance(job_name, str | None):
+        raise TypeError(f"job_name is {type_of(job_name)}; give a string, or None for the path of the script")
     with configuration_errors():
         ps_timeout = checks.real("ps_timeout", ps_timeout, kind="number of seconds", above=0)
     if isinstance(resolver, SupervisedCluster):
@@ -117,8 +123,14 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
     Without a `timeout` the process's options say how long to wait. See `ParameterServerStrategy` for the errors.
     """
     options, client, request = context.options, context.client, context.request
+    with configuration_errors():
+        kind = "number of seconds"
+        timeout = (
+            options.connect_timeout
+            if timeout is None
+            else checks.real("connect_timeout", timeout, ", or None", kind=kind, finite=False)
+        )
     _close_earlier(context)
-    timeout = options.connect_timeout if timeout is None else timeout
     try:
         if options.dashboard:
             _show(context)

@@ -290,6 +290,8 @@ class FunctionQueue(StaysHere):
         """
         if kill_after is not None:
             check_seconds("kill_after", kill_after)
+        if values is not None and not isinstance(values, Iterable):
+            raise TypeError(f"cancel takes several RemoteValues, not {type_of(values)}: write cancel([value])")
         return self._dispatcher.waits.cancel(values, kill_after)
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> None:

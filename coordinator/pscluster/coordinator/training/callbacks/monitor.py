@@ -27,6 +27,8 @@ class Monitor:
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0, best: float | None = None) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"mode is {mode!r}; it must be 'auto', 'min' or 'max'")
+        if not isinstance(name, str):
+            raise TypeError(f"monitor is {checks.type_of(name)}; give the name of a log, such as 'val_loss'")
         checks.real("min_delta", min_delta, at_least=0)
         self.name = name
         self._sign = 1 if mode == "max" or (mode == "auto" and _GROW.search(name)) else -1
