@@ -34,6 +34,7 @@ from pscluster.coordinator import (
     table_policies,
 )
 from pscluster.coordinator.api import Checkpoint
+from pscluster.coordinator.checkpoints import tools
 from pscluster.core.errors import (
     CheckpointMismatchError,
     InvalidUpdateError,
@@ -231,6 +232,8 @@ def test_checkpoints_fit_any_number_of_shards(
             other = EmbeddingTable(DIM, initializer=initializers.RandomUniform(-1.0, 1.0), ids=ids, name="another")
         assert (other.lookup([ids(-2)]) != unseen).all()
         strategy.delete_variable(other)
+        assert f"50 rows of {DIM} " in tools.inspect(str(path))
+        assert f"rows of {DIM} " in strategy.placement()
         stored, values = SavedVariables(path).rows("t")
         np.testing.assert_array_equal(table.lookup(stored), values)
         np.testing.assert_array_equal(np.sort(stored), np.sort(some))

@@ -47,6 +47,8 @@ def inspect(path: str) -> str:
         also = sorted(key for key in variable.arrays if key != "value")
         size = sum(tensor.bytes for tensors in variable.arrays.values() for tensor in tensors)
         shape = "x".join(map(str, variable.shape)) or "scalar"
+        if variable.dim:
+            shape = f"{sum(tensor.shape[0] for tensor in variable.arrays['value']):,} rows of {variable.dim}"
         shards = str(variable.partition.num_shards)
         if variable.row_order != RANGE:
             shards += f" by {variable.row_order.kind}"

@@ -19,6 +19,7 @@ from pscluster.core.display.notebook import html_table
 from pscluster.core.display.sanitize import shown
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry.partition import Block, Partition
+from pscluster.ps.handles.rows.table import EmbeddingTable
 from pscluster.ps.handles.variables.variable import Variable
 
 
@@ -158,16 +159,22 @@ def placement_table(variables: Iterable[Variable], num_servers: int) -> str:
 
     table = Table("shard", "shape", "type", "place", "bytes", title="placement")
     per_server: dict[str, int] = {}
+    grows = False
     for variable in variables:
         for shard in variable.variables:
-            per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
-            shape = "x".join(map(str, shard.shape)) or "scalar"
-            table.add_row(Text(shown(shard.name)), shape, shard.dtype.name, shard.device, f"{shard.nbytes:,}")
+            if isinstance(variable, EmbeddingTable):  # how many rows it has by now is known on the servers alone
+                grows, shape, nbytes = True, f"rows of {variable.dim}", ""
+            else:
+                per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
+                shape, nbytes = "x".join(map(str, shard.shape)) or "scalar", f"{shard.nbytes:,}"
+            table.add_row(Text(shown(shard.name)), shape, shard.dtype.name, shard.device, nbytes)
     fullest = max(per_server.values(), default=0) or 1
     bars = []
     for index in range(num_servers):
         size = per_server.get(f"/job:ps/task:{index}", 0)
         bars.append(f"ps {index} |{'#' * round(40 * size / fullest):40}| {size:,} bytes")
+    if grows:
+        bars.append("rows of embedding tables are not counted; pscluster top shows them")
     return "\n".join([rendered(table), *bars])
 
 
