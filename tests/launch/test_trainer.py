@@ -244,7 +244,9 @@ def test_a_checkpoint_of_the_servers_variables(tmp_path: Path) -> None:
     Trainer(without, scaling=ScalingConfig(workers=0), run=RunConfig("none", str(tmp_path))).fit()
 
 
-def test_a_function_that_raises(tmp_path: Path) -> None:
+def test_a_function_that_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error is that of its rank, once; the other is stopped while it waits."""
+
     def raises() -> None:
         report({"x": 1.0})
         if get_context().world_rank == 1:
@@ -256,7 +258,9 @@ def test_a_function_that_raises(tmp_path: Path) -> None:
         TrainingFailedError, match=r"failed on rank 1: raises failed on worker . .*this is wrong"
     ) as raised:
         Trainer(raises, run=run).fit()
+    assert list(raised.value.errors) == [1]
     assert isinstance(raised.value.errors[1], ValueError)
+    assert "coordinator.join()" not in caplog.text, "this user has no coordinator"
     assert raised.value.result.metrics == {"x": 1.0}
     assert Result.load(str(tmp_path / "raises")).state == "failed"
 

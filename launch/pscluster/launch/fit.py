@@ -270,7 +270,7 @@ class Fit:
                 member, (ranks,), None, None, self._processes, None, failures, None, answer=self._questions.put
             )
         return [
-            coordinator.schedule_with(member, (rank,), answer=functools.partial(self._ask, rank))
+            coordinator.schedule_with(member, (rank,), answer=functools.partial(self._ask, rank), isolated=True)
             for rank in range(self._size)
         ]
 

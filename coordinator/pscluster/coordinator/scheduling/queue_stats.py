@@ -178,7 +178,7 @@ class QueueStatus:
         """Log, as the job ends, functions that have not ended, and an error that was never raised."""
         with self._state.lock:
             scheduler, error = self._scheduler, self._scheduler.error
-            waiting, running = scheduler.waiting, scheduler.in_flight
+            waiting, running = scheduler.waiting, scheduler.running
             cancelled = 0 if error is None else self._state.cancelled_by_error
             raised = error is None or self._state.final_raised or (isinstance(error, FunctionError) and error._fetched)
         after = f", {cancelled} cancelled after the error of another one" if cancelled else ""

@@ -42,9 +42,14 @@ class Assignments(TaskQueue[P]):
         return super().waiting + sum(gang.size for gang in self.gangs.line)
 
     @property
+    def running(self) -> int:
+        """Return how many tasks are sent or orphaned."""
+        return sum(len(worker.sent) + len(worker.orphaned) for worker in self.workers)
+
+    @property
     def in_flight(self) -> int:
         """Return how many tasks are sent or orphaned, or have ended but may still be updating something."""
-        return sum(len(worker.sent) + len(worker.orphaned) for worker in self.workers) + len(self._unrefused)
+        return self.running + len(self._unrefused)
 
     @property
     def executing(self) -> bool:
