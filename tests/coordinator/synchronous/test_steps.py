@@ -542,3 +542,20 @@ def test_a_replica_that_leaves_a_collective_out_is_named(
         strategy.run(step, (numbers,), steps=5 if together else 1)
     committed = 1 if together else 3  # nothing is committed any more once the replicas disagree
     assert w.numpy().tolist() == [-3.0 * committed] * 2
+
+
+@pytest.mark.parametrize("odd_one", range(REPLICAS))
+def test_an_error_of_a_collective_can_not_be_passed_over(strategy: SynchronousStrategy, odd_one: int) -> None:
+    """One that catches it would wait for the end of the step, and the others in the collective for that one."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step() -> None:
+        with suppress(Exception):
+            replica_context().all_reduce("sum", np.ones(3 if rank() == odd_one else 4))
+        sgd.apply_gradients([(np.ones(2), w)])
+
+    with pytest.raises(errors.MisuseError, match=r"the replicas disagree: .* has called all_reduce\(sum\)"):
+        strategy.run(step, steps=2)
+    assert w.numpy().tolist() == [0.0, 0.0]

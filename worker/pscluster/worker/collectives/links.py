@@ -96,17 +96,23 @@ class MemberLinks:
             yield
             self.mailbox.check_agreed()
         except PsClusterError as error:
-            self._failed = self._failed or error
+            named = error if isinstance(error, MisuseError) else type(error)(f"{_call(signature)}: {error}")
+            self._failed = self._failed or named
             self._function.check()  # if it was told to stop, that broke the links
-            if isinstance(error, MisuseError):  # it names the call
+            if named is error:
                 raise
-            raise type(error)(f"{_call(signature)}: {error}") from None
+            raise named from None
         except BaseException as error:
             self._failed = self._failed or error
             raise
         finally:
             with self._lock:
                 self._busy = False
+
+    def raise_failure(self) -> None:
+        """Raise the error of a collective of this function, if one has failed."""
+        if self._failed is not None:
+            raise self._failed
 
     @property
     def disagreed(self) -> bool:

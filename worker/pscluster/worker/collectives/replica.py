@@ -291,6 +291,11 @@ class ReplicaContext:
         if self._gang is not None:
             self._gang.check_answer(ranks, failing, spare)
 
+    def raise_failure(self) -> None:
+        """Raise the error of a collective that has failed, which the function may have caught. For internal use."""
+        if self._gang is not None:
+            self._gang.raise_failure()
+
     def refuse_collectives(self, why: str) -> None:
         """Have all collectives of this function raise MisuseError."""
         self._refusal = why

@@ -196,6 +196,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
             try:
                 with context.in_turn():
                     result = call()
+                context.replica.raise_failure()  # others wait in that collective, or have failed, too
             except EndOfIterator:
                 ended = True
             except StepAlone:
