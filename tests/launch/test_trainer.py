@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -276,12 +277,16 @@ def test_a_member_that_never_reports(tmp_path: Path) -> None:
         Trainer(silent, run=run).fit()
 
 
-def test_a_member_that_returns_is_not_awaited(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("restart", "backend"), [("worker", "numpy"), ("group", "numpy"), ("worker", "torch")])
+def test_a_member_that_returns_is_not_awaited(tmp_path: Path, restart: Any, backend: str) -> None:
     def uneven() -> None:
         for _ in range(3 if get_context().world_rank == 0 else 1):
             report({"rank": get_context().world_rank})
+        if "RANK" in os.environ:
+            sys.exit(0)  # as a script may
 
-    result = Trainer(uneven, run=RunConfig("uneven", str(tmp_path))).fit()
+    run = RunConfig("uneven", str(tmp_path), failure=FailureConfig(restart=restart))
+    result = Trainer(uneven, run=run, backend=backend).fit()
     assert len(result.metrics_history) == 3
 
 

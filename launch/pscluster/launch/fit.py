@@ -291,8 +291,6 @@ class Fit:
                 del running[rank]
                 if value.status is not RemoteValueStatus.READY:
                     raise MembersFailed(self._errors(values))
-                if rank < self._size:
-                    self._do(self._session.end(rank, self._session.members[rank].attempt))
             self._do([*self._session.expire(time.monotonic()), *self._rendezvous.expire(time.monotonic())])
 
     def _errors(self, values: Sequence[RemoteValue]) -> dict[int, BaseException]:
@@ -333,13 +331,16 @@ class Fit:
                 return [*self._rendezvous.ask(rank, attempt, host, int(asked["port"]), question, now)]
             case "serve":
                 return [*self._serving.serve(attempt, question)]
-            case "returned":
-                return [*self._serving.returned(rank, attempt, question)]
             case "begin":
                 if not self._setup.serves(rank):
                     self._session.begin(rank, attempt)
                 question.reply(self._standing(rank, attempt) | self._location(rank, question.worker))
                 return []
+            case "end":
+                if self._setup.serves(rank):
+                    return [Answer(question)]
+                ended = self._serving.returned(rank, attempt) if self._servers else []
+                return [Answer(question), *self._session.end(rank, attempt), *ended]
             case _ if self._setup.serves(rank):
                 raise MisuseError(
                     "only the chief of a ParameterServerStrategy reports, and has data: begin the function with "

@@ -92,11 +92,11 @@ class Serving:
         self._waiting.append(question)
         return self._settle()
 
-    def returned(self, rank: int, attempt: int, question: Any) -> list[Answer]:
+    def returned(self, rank: int, attempt: int) -> list[Answer]:
         """Take note that the function of a member has returned."""
         self._begin(attempt)
         self._returned.add(rank)
-        return [Answer(question), *self._settle()]
+        return self._settle()
 
     def _begin(self, attempt: int) -> None:
         if attempt < self._attempt:

@@ -177,9 +177,8 @@ class Member:
         return path
 
     def end(self) -> None:
-        """Tell the trainer of what was given since the last report: the function is returning."""
-        if self.is_elastic:
-            self.ask({"do": "end", "positions": self._take_positions()})
+        """Tell the trainer that the function is returning, and what it was given since the last report."""
+        self.ask({"do": "end", "positions": self._take_positions()})
 
     def checkpoint(self) -> Checkpoint | None:
         with self._lock:

@@ -110,8 +110,6 @@ def run_in_process(
     context.check()
     if not needed.is_set():
         return None
-    if outcome is not None and "failure" not in outcome and known.tf_ps and not serves:
-        context.ask({"do": "returned"})
     if outcome is None:
         raise RuntimeError(f"the process of {name}, rank {rank}, {describe_exit(code)} before the function returned")
     if "failure" in outcome:
