@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -49,10 +49,13 @@ def test_a_number_out_of_its_range_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ParameterServerStrategy("ps0:2222"), "needs a cluster, such as TFConfigClusterResolver()"),
-        (lambda: ParameterServerStrategy(LocalCluster(), job_name=3), "job_name is an int; give a string"),
-        (lambda: Checkpoint("unused"), "strategy is a str; give a ParameterServerStrategy"),
-        (lambda: callbacks.EarlyStopping(3), "monitor is an int; give the name of a log"),
+        (
+            lambda: ParameterServerStrategy(cast("Any", "ps0:2222")),
+            "needs a cluster, such as TFConfigClusterResolver()",
+        ),
+        (lambda: ParameterServerStrategy(LocalCluster(), job_name=cast("Any", 3)), "job_name is an int; give a string"),
+        (lambda: Checkpoint(cast("Any", "unused")), "strategy is a str; give a ParameterServerStrategy"),
+        (lambda: callbacks.EarlyStopping(cast("Any", 3)), "monitor is an int; give the name of a log"),
     ],
 )
 def test_another_type_is_refused(call: Callable[[], object], words: str) -> None:

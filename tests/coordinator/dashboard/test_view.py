@@ -129,7 +129,7 @@ def test_embedding_tables_are_shown() -> None:
         "evicted": 10.0,
         "not_admitted": 2.0,
     }
-    in_terminal = rendered(top_tables({}, rates, [], 5), 140)
+    in_terminal = rendered(top_tables({}, rates, {}, 5), 140)
     assert re.search(r"users +│ +260 │ +1,000 │ +2.0 KiB │ +40 │ +75% │ +25 │ +2 │ +10 │", in_terminal)
     (row,) = page(snapshot(worker(0), rates=meter.add(13.0, replies[1])))["tables"]
     assert (row["rows"], row["hit_rate"], row["made"]) == (260, None, 0.0)
