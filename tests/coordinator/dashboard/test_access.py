@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,9 +26,9 @@ from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
-from pscluster.coordinator.dashboard.watch import Watch
+from pscluster.coordinator.dashboard import watch as watch_module
+from pscluster.coordinator.dashboard.watch import SHARE, Watch
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
-from pscluster.core.metrics import sharing
 from pscluster.core.security import tokens
 from pscluster.core.security.tokens import load_token, new_token
 
@@ -91,20 +92,28 @@ def test_on_loopback(coordinator: ClusterCoordinator) -> None:
 
 def test_callers_in_a_loop_share_contents(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As anyone on this machine may be: of a large cluster, contents take a while to make."""
-    made, watch = list[bool](), Watch(coordinator.context)
+    now, made = [0.0], list[bool]()
 
     def contents(*, details: bool = False) -> str:
+        now[0] += 1.0
         made.append(details)
         return f"{len(made)}"
 
-    async def ask_again() -> set[str]:
-        return {await watch.state() for _ in range(50)} | {await anext(watch.updates()) for _ in range(50)}
-
+    watch = Watch(coordinator.context)
     monkeypatch.setattr(watch, "_contents", contents)
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def ask_again(times: int) -> set[str]:
+        return {await watch.state() for _ in range(times)} | {await anext(watch.updates()) for _ in range(times)}
+
+    async def ask_later() -> set[str]:
+        now[0] += 1 / SHARE
+        return await ask_again(3)
+
     monkeypatch.setattr(watch, "_ask_once", lambda: asyncio.sleep(0))
-    monkeypatch.setattr(sharing, "SHARE", 1e-9)
-    assert asyncio.run(ask_again()) == {"1", "2"}
-    assert made == [True, False]
+    assert asyncio.run(ask_again(50)) == {"1", "2"}
+    assert asyncio.run(ask_later()) == {"3", "4"}
+    assert made == [True, False] * 2
 
 
 def test_no_asset_is_elsewhere() -> None:

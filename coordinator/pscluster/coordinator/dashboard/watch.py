@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -26,7 +27,6 @@ from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.observability.status_client import Answers, StatusClient, replies_by_task
 from pscluster.coordinator.scheduling.connections.loop import in_thread
 from pscluster.core.metrics.registry import resident_bytes
-from pscluster.core.metrics.sharing import SharedResults
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ MISSES = 2  # a role that has answered before counts as silent after this many q
 OLD_SECONDS = 5.0
 
 SAMPLE_SECONDS = 1.0
+
+SHARE = 0.1
+"""Of a core, the most that is spent on contents for callers who ask again and again, as any user of the machine may on
+loopback: until then they get the same."""
 
 
 class Watch:
@@ -61,8 +65,7 @@ class Watch:
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._text = ""
-        # With details, and without: on loopback any user of the machine may ask in a loop.
-        self._shared = SharedResults[bool, str](lambda details: self._contents(details=details))
+        self._made: dict[bool, tuple[float, str]] = {}  # contents, with details or without, and until when they count
         self._ended = False
 
     async def run(self) -> None:
@@ -152,12 +155,21 @@ class Watch:
         )
         return json.dumps(page(snapshot, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
+    def _recent(self, *, details: bool) -> str:
+        """Return contents that have just been made, or others if making them took so long that callers share them."""
+        begin = time.monotonic()
+        until, text = self._made.get(details, (-math.inf, ""))
+        if begin >= until or self._ended:
+            text, end = self._contents(details=details), time.monotonic()
+            self._made[details] = end + (end - begin) / SHARE, text
+        return text
+
     async def state(self) -> str:
         """Return the contents of the page, with details; query the roles if their answers are out of date."""
         if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # once for any number of callers
             self._forget_old()
             await self._ask_once()
-        return self._shared.get(True)
+        return self._recent(details=True)
 
     def detail(self, event_number: int) -> str | None:
         """Return the traceback of the error with this number; None if there is none, or it is no longer recorded."""
@@ -179,7 +191,7 @@ class Watch:
 
     async def updates(self) -> AsyncIterator[str]:
         """Yield the contents of the page at each update, until the end. A slow caller gets fewer."""
-        sent = self._shared.get(False)
+        sent = self._recent(details=False)
         yield sent
         while not self._ended:
             async with self._changed:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from pscluster.core.cluster.addresses import join_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.metrics.registry import Telemetry, Value
-from pscluster.core.metrics.sharing import SharedResults
 from pscluster.core.security.http_access import CertificateFiles, Visitors
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 _SECONDS = 10.0
 _CONNECTIONS = 32
 _CHECK_SECONDS = 0.5
-_OPEN_METRICS = "application/openmetrics-text"
 _HEALTH_PATHS = ("/healthz", "/readyz")
 
 
@@ -123,7 +121,7 @@ class MetricsServer(HTTPServer):
         self._waiting: dict[socket.socket, None] = {}  # those whose request is incomplete
         self._registry: CollectorRegistry | None = None
         self._lock = threading.Lock()
-        self._shared = SharedResults(self._exposed)
+        self._exposing = threading.Lock()
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -184,20 +182,17 @@ class MetricsServer(HTTPServer):
         return None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics as text of an accepted type, and that type. Callers who ask in a loop share it."""
-        types = {given.partition(";")[0].strip() for given in accept.split(",")}
-        return self._shared.get(_OPEN_METRICS if _OPEN_METRICS in types else "")
-
-    def _exposed(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics as text of an accepted type, and that type. One call at a time, so at most one core."""
         # Imported only here: it would add 50 ms to a role's start.
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
 
-        if self._registry is None:
-            self._registry = CollectorRegistry()
-            self._registry.register(self)  # it calls `collect` for each exposition
-        encode, kind = choose_encoder(accept)
-        return encode(self._registry), kind
+        with self._exposing:
+            if self._registry is None:
+                self._registry = CollectorRegistry()
+                self._registry.register(self)  # it calls `collect` for each exposition
+            encode, kind = choose_encoder(accept)
+            return encode(self._registry), kind
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as prometheus_client expects them."""
