@@ -302,6 +302,12 @@ def test_parquet_is_for_other_programs_too(made: tuple[Path, list[Array]], tmp_p
     pq.write_table(whole.select(["id"]), path)
     with pytest.raises(CheckpointError, match=r"its columns are id \(int64\), not id \(int64\), row \(fixed_size_list"):
         table.follow(path)
+    with pq.ParquetWriter(path, whole.schema) as writer:
+        for part in (whole[2:], whole[:0], whole[:2]):
+            writer.write_table(part)
+    assert pq.read_metadata(path).num_row_groups == 3
+    with pytest.raises(CheckpointError, match=r"id 0 \(position 3\) comes after 999"):
+        table.follow(path)
     pq.write_table(whole.replace_schema_metadata(None), path)
     with pytest.raises(CheckpointError, match="is a Parquet file, but no delta: its metadata has no 'pscluster-delta'"):
         table.follow(path)

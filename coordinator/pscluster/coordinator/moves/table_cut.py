@@ -84,6 +84,7 @@ class TableCopy:
         self.copied = 0  # bytes so far
         self._steps, self._old, self._final = steps, old, final
         self._captured: Sequence[ps_pb2.ShardState] = ()
+        self._updates = 0  # of the table
 
     def track(self) -> None:
         """Do nothing: nothing is copied before the old shards are frozen."""
@@ -94,13 +95,14 @@ class TableCopy:
     def capture(self, states: Sequence[ps_pb2.ShardState], changed: Sequence[Ids]) -> ps_pb2.ShardState:
         """Take the states of the old shards, which are frozen; return the state of the table."""
         del changed
-        self._captured = states
-        return merged(states)
+        self._captured, state = states, merged(states)
+        self._updates = state.updates
+        return state
 
     def copy_rest(self) -> None:
         """Copy all rows, and what was counted of ids without a row."""
         about = self._steps, self._old, self._final, self._captured
-        self.copied = copy_rows(*about, merged(self._captured).updates)
+        self.copied = copy_rows(*about, self._updates)
         copy_seen(*about)
 
 

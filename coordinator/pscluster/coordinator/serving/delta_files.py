@@ -116,8 +116,7 @@ class LoadedDelta:
 
     @staticmethod
     def of(path: str | Path, header: Header, ids: RowIds, rows: Array, dropped: Mask) -> LoadedDelta:
-        """Check the ids. CheckpointError as of `check_ids`."""
-        check_ids(path, header, ids)
+        """Return a delta whose ids were checked: see `check_ids`."""
         delta = Delta(str(path), header.table, header.since, header.version, len(ids))
         return LoadedDelta(delta, header, ids, rows, dropped)
 

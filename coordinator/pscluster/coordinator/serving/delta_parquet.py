@@ -182,7 +182,7 @@ def read(path: str | Path, data: bytes, accept: Callable[[Header], object] | Non
 def _ids(path: str | Path, batches: Iterator[Any], header: Header, before: Sequence[RowIds]) -> RowIds:
     """Return the ids of a row group. ValueError if there are nulls, CheckpointError as of `check_ids`."""
     found, position = [], sum(map(len, before))
-    last: RowIds = before[-1][-1:] if before else np.empty(0, header.id_dtype)
+    last: RowIds = next((ids[-1:] for ids in reversed(before) if len(ids)), np.empty(0, header.id_dtype))
     for batch in batches:
         batch.validate(full=True)
         column = batch.column("id")
@@ -193,7 +193,9 @@ def _ids(path: str | Path, batches: Iterator[Any], header: Header, before: Seque
             ids = string_ids(ids, header.table, header.id_bytes).astype(header.id_dtype)
         check_ids(path, header, np.concatenate((last, ids)), position - len(last))
         found.append(ids)
-        position, last = position + len(ids), ids[-1:]
+        position += len(ids)
+        if len(ids):
+            last = ids[-1:]
     return np.concatenate(found) if found else np.empty(0, header.id_dtype)
 
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from xxhash import xxh3_128
 
-from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta
+from pscluster.coordinator.serving.delta_files import HINT, KEY, Changes, Header, LoadedDelta, check_ids
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.row_ids import RowIds
 from pscluster.ps.storage.files.tensor_files import stream, tensor_to_write
@@ -89,5 +89,6 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             raise ValueError(f"{len(dropped):,} bytes say which of {len(ids):,} rows were dropped")
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path} is not a readable delta: {error}") from None
+    check_ids(path, header, ids)
     none = np.zeros(len(ids), np.bool_)
     return LoadedDelta.of(path, header, ids, rows, dropped.view(np.bool_) if header.any_ids else none)

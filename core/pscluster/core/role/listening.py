@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pscluster.core.cluster.addresses import is_on_this_machine, join_address, parse_address, split_address
 from pscluster.core.errors import ConfigurationError
+from pscluster.core.role.join_options import EVERYWHERE
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tls import TLS_VARIABLE, check_no_tls
 
@@ -13,7 +14,8 @@ def everywhere(address: str) -> str:
 
     gRPC takes IPv6 at 0.0.0.0, too, but the data plane does not.
     """
-    return "::" if ":" in split_address(address)[0] else "0.0.0.0"  # noqa: S104  # nosec B104
+    ipv4, ipv6 = EVERYWHERE
+    return ipv6 if ":" in split_address(address)[0] else ipv4
 
 
 def listen_address(own: str | None, options: RoleOptions) -> str:

@@ -111,7 +111,7 @@ class SavedRun(RunFiles):
         positions: dict[str, dict[str, list[int]]] = {}
         workers = self._reports[number].get("workers")
         for report in (self._reports[earlier] for earlier in range(number, 0, -1)):
-            if report.get("workers") != workers:
+            if report.get("workers") != workers or len(positions) == workers:
                 break
             positions = {**report["positions"], **positions}
         return positions

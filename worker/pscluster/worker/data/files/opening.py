@@ -25,11 +25,14 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _THREADS = 16  # that look at files at the same time: of remote ones, each takes a round trip or two
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+GZIP = b"\x1f\x8b"
+"""How files of gzip begin."""
+
 _MAGIC = {  # how files begin that are often taken for others
     b"PAR1": "Parquet",
     b"ARROW1": "Arrow",
     b"\x93NUMPY": "npy",
-    b"\x1f\x8b": "gzip",
+    GZIP: "gzip",
     b"(\xb5/\xfd": "zstd",
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
-from pscluster.worker.data.files.opening import DataFile, Opener, of_each
+from pscluster.worker.data.files.opening import GZIP, DataFile, Opener, of_each
 from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 KEY = "__key__"
@@ -94,9 +94,9 @@ class TarFiles(Blocks):
 
 def _unzipped(opened: BinaryIO) -> BinaryIO:
     """Return what a file of gzip has, else the file. `tarfile` does not look at the checksums of gzip."""
-    magic = opened.read(2)
+    magic = opened.read(len(GZIP))
     opened.seek(0)
-    return cast("BinaryIO", gzip.GzipFile(fileobj=opened)) if magic == b"\x1f\x8b" else opened
+    return cast("BinaryIO", gzip.GzipFile(fileobj=opened)) if magic == GZIP else opened
 
 
 def examples_of(members: Iterable[tuple[str, bytes]], tar: str) -> Iterator[dict[str, Any]]:
