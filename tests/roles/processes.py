@@ -217,6 +217,11 @@ class Process:
         """Send a signal."""
         self._popen.send_signal(signum)
 
+    def close_stdin(self) -> None:
+        """End its standard input, a pipe."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
     def wait(self) -> int:
         """Wait for it to end; return the exit code, or -n for signal n."""
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster
+from tests.roles.processes import DONE, HELD, IDLE, JOB, PSCLUSTER, Process, Roles, environ, make_cluster, tf_config
 from tests.roles.wire import Frames, add_to_all, connect
 from tests.waiting import until
 
@@ -316,6 +317,23 @@ def test_coordinator_that_comes_back_in_time(tmp_path: Path) -> None:
         for process in others:
             process.wait_for("the job is over")
             assert "came back within" not in process.output
+
+
+def test_first_signal_while_stopping(tmp_path: Path) -> None:
+    """The first signal does not end a worker at once that is stopping already for another reason, as when the job is
+    over and Compose stops the containers that are left."""
+    gate, cluster = tmp_path / "gate", make_cluster()
+    with Roles(cluster, tmp_path) as roles:
+        roles.ps()
+        command = [*PSCLUSTER, "worker", "--exit-with-parent"]
+        with Process(command, environ(tf_config(cluster, "worker")), stdin=subprocess.PIPE) as worker:
+            roles.coordinator(HELD, str(gate))
+            worker.wait_for("running on worker")
+            worker.close_stdin()
+            worker.wait_for("stopping: the parent process is gone")
+            worker.send(signal.SIGTERM)
+            gate.touch()
+            ends_in_order(worker, "the parent process is gone")
 
 
 @pytest.mark.parametrize("role", ["ps", "worker", "coordinator"])

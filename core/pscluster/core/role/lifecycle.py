@@ -3,7 +3,8 @@
 States: STARTING -> SERVING -> DRAINING -> STOPPED. SIGTERM, Ctrl-C, the end of the job (with --until-done) and the
 death of the parent (with --exit-with-parent) all request the same stop: health says NOT_SERVING, the coordinator learns
 that the role leaves, the role drains (running functions end or are given back), the server closes, and the exit code is
-0. A second signal ends the process at once.
+0. A second signal ends the process at once; the first does not, whatever has asked for the stop before: Compose sends
+SIGTERM to workers that are about to end because the job is over.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ class StopRequest:
 
     def on_signals(self) -> None:
         """Stop on SIGTERM and SIGINT; a second one ends the process at once. Main thread only."""
+        received = False
 
         def handle(signal_number: int, _frame: object) -> None:
-            if self.event.is_set():
+            nonlocal received
+            if received:
                 os._exit(128 + signal_number)
+            received = True
             self.ask(signal.Signals(signal_number).name)
 
         signal.signal(signal.SIGTERM, handle)
