@@ -31,7 +31,10 @@ def freeze(pid: int) -> None:
 
     def states() -> set[str]:
         tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+        try:
+            return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+            return set()
 
     until(lambda: states() == {"T"}, "it is stopped", lambda: str(states()))
 

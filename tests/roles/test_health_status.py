@@ -30,6 +30,7 @@ from tests.roles.processes import (
     tf_config,
 )
 from tests.roles.wire import SECONDS
+from tests.waiting import until
 
 from pscluster.coordinator.cli.main import cli
 
@@ -173,12 +174,12 @@ def test_status(tmp_path: Path) -> None:
 
         roles.ps().wait_for("serving on")
         workers = [roles.worker(0), roles.worker(1)]
-        coordinator.wait_for("connected")
+        coordinator.wait_for("connected")  # one worker has run its function; the other may not be up yet
+        until(lambda: "2 of 2 workers up" in run("status", config=config, **OPEN)[1], "both workers are up")
         code, output = run("status", config=config, **OPEN)
         table = rows(output)
         assert code == 0, output
         assert table["chief 0"][1] == "coordinating"
-        assert "2 of 2 workers up" in table["chief 0"][3]
         assert table["ps 0"][1] == "serving"
         assert "1 shards, 40 bytes" in table["ps 0"][3]
         assert [table[f"worker {i}"][1] for i in range(2)] == ["serving", "serving"]

@@ -63,6 +63,7 @@ def test_worker_that_runs_a_function(tmp_path: Path) -> None:
         ends_in_order(workers[0], "SIGINT")
         assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
         assert coordinator.wait() == 0
+        workers[1].wait_for("the job is over")  # nothing of the job is printed after it
         assert workers[0].output.count("running on worker") + workers[1].output.count("running on worker") == 20
         assert "is gone; keeping its state" not in workers[0].output, "it is the worker that goes"
 
@@ -197,6 +198,7 @@ def test_grace(tmp_path: Path) -> None:
         gate.touch()
         assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
         assert coordinator.wait() == 0
+        workers[1].wait_for("the job is over")
         assert workers[1].output.count("running on worker") == 20
 
 
