@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import Gate, wait_for_file
+from tests.conftest import Everywhere, Gate, wait_for_file
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -315,7 +315,7 @@ def test_checkpoints_while_functions_run(
         assert visited.all_are(4)
 
 
-def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
+def test_it_is_read_ahead(coordinator: ClusterCoordinator, everywhere: Everywhere, gate: Gate) -> None:
     """Where it takes long, elements of a worker's next functions are read while one runs: no more than asked for."""
     folder = str(Path(gate.path).parent)
 
@@ -332,6 +332,7 @@ def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
 
     data = coordinator.distribute_dataset(list(range(30))).map(read).prefetch(1)
     parts = iter(data)
+    everywhere(coordinator, os.getpid)  # a worker gets no two at once before one has ended on it
     values = [coordinator.schedule(step, args=(next(parts),)) for _ in range(10)]
     coordinator.join(TIMEOUT)  # it is known now that functions are short, so that more than one goes to a worker
     for path in Path(folder).glob("mark-*"):

@@ -675,7 +675,7 @@ def test_a_join_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate)
             coordinator.join(timeout)
         assert isinstance(caught.value, TimeoutError)
         assert str(caught.value).startswith(f"not done after {timeout:g} s: ")
-    until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
+    until(lambda: coordinator._dispatcher.status.stats().in_flight == NUM_WORKERS, "every worker runs one")
     with pytest.raises(
         errors.WaitTimeoutError,
         match=f"{3 * NUM_WORKERS} functions waiting, {NUM_WORKERS} with workers; 2 of 2 workers up",

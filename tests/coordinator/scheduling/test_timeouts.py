@@ -31,6 +31,7 @@ def reads_for_ever(variable: Variable) -> None:
 
 def test_it_is_stopped_at_its_next_call(coordinator: ClusterCoordinator, counter: Variable) -> None:
     """The error names the function, the limit and the worker; it is a TimeoutError, and the worker goes on."""
+    until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
     value = coordinator.schedule(reads_for_ever, args=(counter,), timeout=0.3)
     with pytest.raises(errors.FunctionTimeoutError, match=r"reads_for_ever ran longer than its timeout of 0.3 s on w"):
         coordinator.join(TIMEOUT)
