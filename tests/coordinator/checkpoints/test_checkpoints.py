@@ -384,6 +384,41 @@ def test_a_server_that_dies_after_the_mark(tmp_path: Path, monkeypatch: pytest.M
             assert set(count.numpy().reshape(-1)) == {20}
 
 
+@pytest.mark.parametrize(("deaths", "durability"), [(1, "log"), (2, "log"), (3, "log"), (1, "none")])
+def test_a_single_one_is_written_again_after_a_server_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, durability: str
+) -> None:
+    """Twice, in the place of what the others have written; files that are not its own stay."""
+    path, write, left = tmp_path / "one", MarkedCheckpoint.write, deaths
+    path.mkdir()
+    (path / "mine").write_text("stays")
+    with running_job(num_ps=2, num_workers=1, shards=2, durability=durability) as job:
+        with job.strategy.scope():
+            count = Variable(np.full((4, 3), 3.0), name="count")
+
+        def kills(self: MarkedCheckpoint, to: str) -> str:
+            nonlocal left
+            if left:
+                left -= 1
+                old = job.cluster.kill("ps", 1, timeout=TIMEOUT)
+                job.cluster.wait_restarted("ps", 1, old, timeout=TIMEOUT)
+            return write(self, to)
+
+        monkeypatch.setattr(MarkedCheckpoint, "write", kills)
+        if deaths > 2 or durability == "none":
+            with pytest.raises(PsClusterError, match="ps 1"):
+                Checkpoint(job.strategy).write(str(path))
+            assert not left
+            return
+        Checkpoint(job.strategy).write(str(path))
+        tools.verify(str(path))
+        assert len(list(path.glob("part-*"))) == 2
+        assert (path / "mine").exists()
+        count.assign(np.zeros((4, 3)))
+        Checkpoint(job.strategy).read(str(path))
+        assert set(count.numpy().reshape(-1)) == {3}
+
+
 def counting(count: Variable) -> Callable[[], None]:
     """A function that adds 1."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from tests.waiting import TIMEOUT, until
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.state.store import Store
+from pscluster.ps.storage import checkpoint_parts
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
+from pscluster.ps.storage.files.tensor_files import write
 from pscluster.v1 import ps_pb2
 
 
@@ -61,6 +64,30 @@ def request(parts: CheckpointParts, held: Store, path: Path, restore_id: int) ->
         shard = restore.shards.add(variable=saved.variable, shard=saved.shard)
         shard.arrays.add(array="value").sources.add(tensor=tensor, to=[0], count=[2], **{"from": [0]})
     return restore
+
+
+def test_one_is_written_after_the_other(held: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that was cut off from the first may have the same file written again."""
+    parts, events, go_on = CheckpointParts(), list[str](), threading.Event()
+
+    def slow(path: str, *args: Any) -> Any:
+        events.append(f"begins {path}")
+        if path.endswith("1"):
+            go_on.wait(TIMEOUT)
+        written = write(path, *args)
+        events.append(f"ends {path}")
+        return written
+
+    monkeypatch.setattr(checkpoint_parts, "write", slow)
+    first, second = str(tmp_path / "1"), str(tmp_path / "2")
+    parts.mark(held, 1)
+    with beside(lambda: parts.write(held, 1, first)):
+        until(lambda: events, "the first is being written")
+        parts.mark(held, 2)
+        with beside(lambda: parts.write(held, 2, second)):
+            until(lambda: parts._written[0] == 2, "the second is asked for")
+            go_on.set()
+    assert events == [f"begins {first}", f"ends {first}", f"begins {second}", f"ends {second}"]
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -46,6 +46,7 @@ from pscluster.core.errors import (
     CheckpointMismatchError,
     PsClusterError,
     PSUnavailableError,
+    StaleError,
     UnavailableError,
 )
 from pscluster.core.fault_points import reach
@@ -59,8 +60,8 @@ from pscluster.worker.features.layer import Layer
 
 logger = logging.getLogger(__name__)
 
-_MARKS = 3
-"""Attempts to have all servers mark their shards: one may die during an attempt, and nothing is written yet."""
+_ATTEMPTS = 3
+"""Attempts to have all servers mark their shards, and of `write` to have them written: one may die during each."""
 
 BARRIER_SECONDS = 60.0
 
@@ -105,7 +106,7 @@ class Checkpoint(StaysHere):
         try:
             for sender in list(self.context.senders):
                 sender.settle(self.barrier_timeout)
-            for _ in range(_MARKS - 1):
+            for _ in range(_ATTEMPTS - 1):
                 try:
                     return self._mark(checkpoint_number)
                 except UnavailableError as error:
@@ -159,11 +160,25 @@ class Checkpoint(StaysHere):
     def write(self, path: str) -> str:
         """Save to this directory, which every server must see under the same path, and return the path.
 
+        If a server dies before it has written its part, what the others have written is removed, and another cut is
+        written in its place.
+
         Raises:
-            WaitTimeoutError, UnavailableError: see `mark`.
+            WaitTimeoutError: see `mark`.
             CheckpointError: it can't be written; the message says where and why.
+            UnavailableError, StaleError: a server can't be reached, or has died in each of three attempts.
         """
-        return self.mark().write(str(path))
+        path = str(path)
+        for _ in range(_ATTEMPTS - 1):
+            marked = self.mark()
+            try:
+                return marked.write(path)
+            except (UnavailableError, StaleError) as error:
+                if isinstance(error, PSUnavailableError):
+                    raise
+                logger.warning("writing the checkpoint %s again: %s", path, error)
+            marked.remove_parts(path)
+        return self.mark().write(path)
 
     def read(self, path: str, *, partial: bool = False, progress: bool = True) -> Index:
         """Restore from this directory, however the variables are cut and placed now, and return its index.
@@ -376,3 +391,11 @@ class MarkedCheckpoint:
             self.context.cuts.end(self)
         check_whole(index, path)
         write_index(path, index)
+
+    def remove_parts(self, path: str) -> None:
+        """Remove what servers have written to a path where the whole was not. CheckpointError if that is impossible."""
+        servers = self.context.client.num_servers
+        with written(path) as (fs, where):
+            for server in range(servers):
+                with contextlib.suppress(FileNotFoundError):
+                    fs.rm_file(join(where, part_name(server, servers)))

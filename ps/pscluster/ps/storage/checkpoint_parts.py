@@ -20,7 +20,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,9 @@ class CheckpointParts:
         return {name: text for name, text in store.directory.metadata.texts.items() if name != SYNCHRONOUS}
 
     def write(self, store: Store, checkpoint_id: int, path: str) -> ps_pb2.CheckpointReply:
-        """Write the marked shards. CheckpointError if that fails."""
+        """Write the marked shards, after those of an earlier checkpoint. CheckpointError if that fails."""
         with self._lock:
-            marked = self._marked.pop(checkpoint_id, None)
+            marked, before = self._marked.pop(checkpoint_id, None), self._written
             if marked is not None:
                 self._written = checkpoint_id, Future()
             last, done = self._written
@@ -124,6 +124,8 @@ class CheckpointParts:
             return done.result()
         with _shared_failure(done):
             try:
+                if before[0] >= 0:  # its caller may have been cut off, and have the same file written again
+                    wait([before[1]])
                 reply = self._write(store, marked, path)
             finally:
                 del marked  # else a stored exception would keep it alive
