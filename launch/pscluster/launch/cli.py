@@ -6,6 +6,7 @@ import datetime
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.core.display.sanitize import shown
@@ -30,7 +31,7 @@ def runs(storage: str) -> None:
     for name in ("run", "state", "reports", "best", "began", "took"):
         table.add_column(name, justify="right" if name in ("reports", "took") else "left", overflow="fold")
     for folder in found:
-        table.add_row(*map(shown, _row(folder)))
+        table.add_row(*(Text(shown(cell)) for cell in _row(folder)))
     choose_console().print(table)
 
 

@@ -13,17 +13,21 @@ from pathlib import Path
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.roles.processes import PSCLUSTER, environ, run
 from tests.roles.wire import SECONDS
 
 from pscluster.coordinator.checkpoints.index import Index, SavedTensor, SavedVariable
+from pscluster.coordinator.cli.status import status_table
+from pscluster.coordinator.cli.tables import rendered
 from pscluster.core.display.sanitize import shown, shown_json
 from pscluster.core.errors import from_kind
 from pscluster.core.role.node import NodeService, Role
-from pscluster.core.transport.channels import NODE_SERVICE
+from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress
 from pscluster.core.transport.methods import generic_handler
+from pscluster.launch.cli import runs
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.failures import rebuild_failure
 
@@ -88,6 +92,28 @@ def test_what_a_role_says_of_itself(config: str) -> None:
         assert "Traceback" not in output, output
         assert is_harmless(output), output
         assert re.search(r"owned|not up: ps 0", output), output
+
+
+def test_addresses() -> None:
+    """In the table of `status` brackets and colons are not markup; an address may come from the coordinator's reply."""
+    addresses = ("[fd00::2]:2222", EVIL)
+    table = rendered(status_table({PeerAddress("ps", at, text): "" for at, text in enumerate(addresses)}), width=200)
+    assert "[fd00::2]:2222" in table
+    assert shown(EVIL) in table
+    assert is_harmless(table)
+
+
+def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
+    """`runs` shows what it reads in run.json, and the names of folders, harmlessly and with markup unchanged."""
+    keep = {"score": EVIL, "order": "max"}
+    facts = {"state": EVIL, "began": "2026-01-01T00:00:00", "checkpoint_config": keep}
+    (tmp_path / "[red]run[blue]" / "reports").mkdir(parents=True)
+    (tmp_path / "[red]run[blue]" / "run.json").write_text(json.dumps(facts))
+    done = CliRunner(env={"COLUMNS": "500"}).invoke(runs, [str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert is_harmless(done.output), done.output
+    assert "[red]run[blue]" in done.output
+    assert shown(EVIL) in done.output
 
 
 def test_what_a_checkpoint_says_of_itself(tmp_path: Path) -> None:

@@ -47,12 +47,13 @@ def all_up(answers: Answers) -> bool:
 def status_table(answers: Answers) -> Table:
     table = Table("task", "address", "state", "up", "details")
     for peer, answer in answers.items():
+        address = Text(shown(peer.address))
         if isinstance(answer, str):
-            table.add_row(peer.task, peer.address, Text("not up", "bold red"), "", Text(shown(answer)))
+            table.add_row(peer.task, address, Text("not up", "bold red"), "", Text(shown(answer)))
         else:
             state = Text(shown(answer.state), "green" if answer.state in ("serving", "coordinating") else "yellow")
             up = f"{answer.uptime_seconds:.0f} s"
-            table.add_row(peer.task, peer.address, state, up, Text(shown(_detail(answer))))
+            table.add_row(peer.task, address, state, up, Text(shown(_detail(answer))))
     return table
 
 

@@ -87,7 +87,7 @@ class ProgressLine:
             )
 
             self._live = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),  # names are not ours
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
@@ -134,9 +134,7 @@ class ProgressLine:
         self._shown_at = now
         text = self._text(shown, now - self._begin)
         if self._live is not None:
-            from rich.markup import escape
-
-            self._live.update(self._task, completed=self._done, description=escape(self._label + text))
+            self._live.update(self._task, completed=self._done, description=self._label + text)
             if self._display is not None:
                 self._display.update(self._live)
         else:

@@ -2,7 +2,7 @@
 
 Control characters can move the cursor, rename the window and hide text; format characters can reverse the direction of
 text. Both become escapes such as `\\x1b`, so that the reader sees what came. This module does not handle rich's markup:
-callers that print with rich use `Text`, or also `rich.markup.escape`.
+callers that print with rich use `Text`, or turn it off.
 """
 
 from __future__ import annotations
