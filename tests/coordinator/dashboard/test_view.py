@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 import weakref
 from typing import Any
 
@@ -317,10 +318,16 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
     assert asyncio.run(silent()) == [["ps 1"], ["ps 1"], ["ps 0", "ps 1"], ["ps 1"]]
 
 
-def test_the_words_of_the_launcher() -> None:
-    """How a process ended replaces what its connection said, whichever came first; a death counts once."""
+@pytest.mark.parametrize("jump", [0, 3600, -3600])
+def test_the_words_of_the_launcher(jump: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a process ended replaces what its connection said, whichever came first; a death counts once.
+
+    So it is if the machine's clock jumps in between.
+    """
     event_log = EventLog()
     event_log.record("worker 2", "down", "is gone: Socket closed")
+    jumped = time.time() + jump
+    monkeypatch.setattr(time, "time", lambda: jumped)
     event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")
     dead = worker(2, up=False, has=0, why="Socket closed")
     (problem,) = health(snapshot(worker(0), worker(1), dead, event_log=event_log))[2]

@@ -64,6 +64,7 @@ class EventLog:
         self.checkpoints: list[Saved] = []
         self.unsaved: dict[str, str] = {}  # why the last checkpoint was not written, for each folder where that is so
         self.deaths: dict[str, int] = {}  # how often each task was lost
+        self._lost_at: dict[str, float] = {}  # when each task was last lost, in monotonic seconds
         self.exits: dict[str, str] = {}  # how the processes of tasks that are down ended, as their launcher reports it
         self.training = Training()  # as last reported
         self.steps = 0, 0  # that loops have done, and the examples in them
@@ -85,6 +86,7 @@ class EventLog:
             self.errors = [*self.errors, event][-MAX_ERRORS:]
         elif kind == "down":
             self.deaths = {**self.deaths, who: self.deaths.get(who, 0) + 1}
+            self._lost_at[who] = time.monotonic()
         elif kind == "up":
             self.exits = {task: text for task, text in self.exits.items() if task != who}
 
@@ -97,7 +99,7 @@ class EventLog:
             events = list(self.events)
             story = [at for at, event in enumerate(events) if event.who == who and event.kind in ("up", "down")]
             went = next((at for at in reversed(story) if events[at].kind == "down"), None)
-            if went is None or time.time() - events[went].time > SAME_DEATH_SECONDS:
+            if went is None or time.monotonic() - self._lost_at[who] > SAME_DEATH_SECONDS:
                 self._add(who, "down", text)
                 self.exits = {**self.exits, who: text}
                 return

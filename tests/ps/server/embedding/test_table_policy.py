@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -173,7 +174,7 @@ def test_a_log_does_again_what_was_decided(
     by_use = isinstance(eviction, LeastRecentlyUsed | LeastFrequentlyUsed)
     table, rng = Table(2000 if by_use else 20_000, admission, eviction), np.random.default_rng(3)
     tenths = iter(range(10_000, 20_000))
-    monkeypatch.setattr(table_changes, "time", SimpleNamespace(time=lambda: next(tenths) / 10))
+    monkeypatch.setattr(table_changes, "time", SimpleNamespace(monotonic=lambda: next(tenths) / 10))
     known: dict[int, float] = {}
     for number in range(160):
         ids = (rng.zipf(1.1, 1000) % 10_000) * 7919
@@ -203,6 +204,16 @@ def test_an_id_that_comes_back_is_new() -> None:
     assert table.update([1], 5.0) == {2}
     assert table.contents()[1][1] == first[1]
     np.testing.assert_array_equal(read_rows(table.shard, np.array([1]), INITIAL)[0], INITIAL.of(np.array([1])) + 5)
+
+
+def test_no_row_expires_because_the_clock_has_jumped(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, jumped = Table(100, eviction=Unused(seconds=3600)), time.time() + 86_400
+    table.update([1, 2])
+    monkeypatch.setattr(time, "time", lambda: jumped)
+    assert table.update([2]) == set()
+    passed = time.monotonic() + 3602
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    assert table.update([2]) == {1}
 
 
 def test_rows_that_are_not_used_go_by_age() -> None:

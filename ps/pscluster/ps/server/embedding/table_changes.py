@@ -29,6 +29,9 @@ from pscluster.ps.table_policies import NEED_LIMIT
 from pscluster.ps.tables import Ids, Rows, initial_rows
 from pscluster.v1 import ps_pb2, state_pb2
 
+_CLOCK_AT_START = time.time() - time.monotonic()
+"""What makes a time of day of monotonic seconds: rows must not expire because the machine's clock has jumped."""
+
 _NONE: Ids = np.empty(0, np.int64)
 _NO_IDS: RowIds = _NONE
 
@@ -90,7 +93,9 @@ def decide(
     rows = rows_of(shard, table.dim)
     places = rows.find(ids)
     new = sorted_unique(ids[places < 0]).astype(rows.id_dtype, copy=False)
-    now = table_policy.in_seconds(time.time()) if _in_seconds(table) else table_policy.in_steps(step)
+    now = table_policy.in_steps(step)
+    if _in_seconds(table):
+        now = table_policy.in_seconds(_CLOCK_AT_START + time.monotonic())
     if gradient and len(new) and table.HasField("admission"):
         shard.sightings = shard.sightings or CountMinSketch()
         new = new[table_policy.admitted(table.admission, new, shard.sightings, step)]
