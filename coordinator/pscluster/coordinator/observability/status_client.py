@@ -60,7 +60,11 @@ class StatusClient:
             return reply
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(self._stubs, pool.map(answer, self._stubs), strict=True))
+            try:
+                return dict(zip(self._stubs, pool.map(answer, self._stubs), strict=True))
+            except BaseException:  # such as Ctrl-C, which would take effect only after the last answer
+                self.close()
+                raise
 
     def close(self) -> None:
         for channel in self._channels.values():
