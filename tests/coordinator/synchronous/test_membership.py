@@ -273,3 +273,32 @@ def test_one_process_runs_all_replicas_if_only_one_is_left_and_global_state_is_s
 
         results = strategy.local_results(strategy.run(step, (2,), steps=3))
         assert results == tuple((2 * at, 1.0, cluster.pids["worker", 1]) for at in range(3))
+
+
+def test_a_step_that_kills_its_workers_has_applied_nothing() -> None:
+    """And neither its error nor a checkpoint says that it may have, unless a variable is updated at once."""
+    with LocalCluster(1, 2, log_level="ERROR") as cluster, SynchronousStrategy(cluster) as strategy:
+        with strategy.scope():
+            w = Variable(np.zeros(2), name="w")
+
+        def step(victim: int) -> None:
+            w.assign_add(np.ones(2))
+            if rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replica_context().barrier()
+
+        def error() -> errors.WorkerLostError:
+            with pytest.raises(errors.WorkerLostError, match="on 3 workers that died") as raised:
+                strategy.run(step, (1,))
+            return raised.value
+
+        lost, partly_applied = error(), strategy.context.partly_applied
+        assert str(lost).count(" at unix:") == 3, "each of them is named"
+        assert not lost.partly_applied
+        assert partly_applied.count == 0
+        strategy.run(step, (-1,))
+        assert w.numpy().tolist() == [2, 2]
+        with strategy.scope():
+            Variable(np.zeros(2), name="seen", consistency="async")
+        assert error().partly_applied
+        assert partly_applied.count > 0

@@ -146,6 +146,10 @@ class GangQueue(FunctionQueue):
                 raise MisuseError(f"an argument of {function.name} is not ready: pass what its fetch() returns")
             values.append(value)
             calls.append(call)
+        if steps is not None and not steps.staleness:
+            is_whole = not any(variable.asynchronous for variable in self.context.variables.all)
+            for call in calls:
+                call.takes_whole_steps = is_whole
         keys = [fresh_id() for _ in calls]
         gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare, isolated=isolated)
         gang.waits = waits

@@ -54,7 +54,7 @@ class GangRuns:
         while True:
             left_behind, ended = self._scheduler.settle_gangs()
             for task in left_behind:
-                task.payload.applied = True  # perhaps
+                task.payload.may_have_applied()
             if left_behind:
                 self._overtime.stop_lingering(left_behind)
             for gang in ended:
@@ -97,7 +97,7 @@ class GangRuns:
             self._state.event_log.record(peer.task, "note", "does not answer, and is late: its replica has no result")
         left_behind = self._scheduler.leave_behind(tasks)
         for task in left_behind:
-            task.payload.applied = True  # perhaps
+            task.payload.may_have_applied()
         if left_behind:
             self._overtime.stop_lingering(left_behind)
         self.settle()

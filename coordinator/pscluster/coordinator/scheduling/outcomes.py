@@ -105,7 +105,9 @@ class Outcomes:
     def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
         """Settle a task that raised, stopped or returned too late; return whether it runs again. Under the lock."""
         call, failed = task.payload, outcome.kind == Outcome.FAILED
-        call.applied |= outcome.updated or outcome.kind == Outcome.DONE
+        call.applied |= outcome.updated
+        if outcome.kind == Outcome.DONE:
+            call.may_have_applied()
         if says_server_lost(outcome.failure):
             self._server_watch.doubt()
         if task.gang is not None and failed and says_member_gone(outcome.failure):

@@ -51,7 +51,7 @@ class Overtime:
         elif late is Late.GIVE_UP:
             handle.abandon("it runs a function that does not stop after its timeout")
         else:
-            task.payload.applied = True  # perhaps: it is still running
+            task.payload.may_have_applied()  # it is still running
             self._state.metrics.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
             before = scheduler.error
             self._state.fail(index, task, too_long(index, task), runs_on=True)

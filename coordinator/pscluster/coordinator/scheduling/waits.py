@@ -195,7 +195,7 @@ class Waits:
             ended = list(filter(is_meant, self._scheduler.lingering))
             cancelled, left = self._scheduler.cancel(with_dependents(filter(is_meant, self._scheduler.tasks())))
             for task in left:
-                task.payload.applied = True  # perhaps
+                task.payload.may_have_applied()
             for task in cancelled:
                 error = cancelled_error(task.payload.function.name, None, task.payload.applied)
                 self._state.set_error(task, error, RemoteValueStatus.CANCELLED)

@@ -232,7 +232,7 @@ class WorkerLink:
         with self._state.lock:
             ran = self._scheduler.lose(self._index)
             for task in self._worker.orphaned:
-                task.payload.applied = True  # perhaps
+                task.payload.may_have_applied()
             if ran is not None:
                 ran.payload.deaths = (*ran.payload.deaths, f"{self._handle.peer} ({self._handle.why})")
                 self._state.metrics.remember(ran, ran.payload.function.name, self._index, time.monotonic(), "lost")

@@ -49,9 +49,14 @@ class Call:
     deaths: Sequence[str] = ()  # of workers that were running it
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
     applied: bool = False  # some attempt may have applied updates
+    takes_whole_steps: bool = False  # its updates are applied with a whole step, or not at all
     # Gets what it asks while it runs, on the thread of its worker's connection: it must not block. It may keep a
     # question, and answer later.
     answer: Callable[[Question], None] | None = None
+
+    def may_have_applied(self) -> None:
+        """Note that an attempt was lost or left behind: what it has applied is unknown."""
+        self.applied |= not self.takes_whole_steps
 
     @property
     def data_retries(self) -> int:

@@ -79,10 +79,11 @@ def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
 def too_many_deaths(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
     """Return the error of a function that was running on `max_attempts` workers when they died."""
     call, error = task.payload, WorkerLostError()
+    deaths = call.deaths if task.gang is None else [death for member in task.gang.payloads for death in member.deaths]
     error.function, error.worker, error.attempts = call.function.name, worker, max_attempts
     error.summary = (
         f"{error.function} was running on {max_attempts} workers that died, so it may be what kills them, and goes to "
-        f"no other: {'; '.join(call.deaths)}"
+        f"no other: {'; '.join(deaths)}"
     )
     return with_part_applied(call, error)
 
