@@ -17,6 +17,7 @@ from tests.waiting import write_whole
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, Variable, errors
 from pscluster.launch import (
     FailureConfig,
+    Result,
     RunConfig,
     ScalingConfig,
     Trainer,
@@ -115,14 +116,18 @@ def test_a_process_that_is_killed_too_often(tmp_path: Path) -> None:
         Trainer(dies, run=run, backend="torch").fit()
 
 
-def test_sys_exit_is_an_end_or_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "workers"), [("torch", 1), ("numpy", 1), ("numpy", (1, 1)), ("numpy", 0)])
+def test_sys_exit_is_an_end_or_an_error(tmp_path: Path, backend: str, workers: Any) -> None:
     def ends(config: int) -> None:
         sys.exit(config)
 
-    one = ScalingConfig(workers=1)
-    assert Trainer(ends, 0, one, RunConfig("zero", str(tmp_path)), backend="torch").fit().return_values == [None]
-    with pytest.raises(TrainingFailedError, match="SystemExit: 3"):
-        Trainer(ends, 3, one, RunConfig("three", str(tmp_path)), backend="torch").fit()
+    def fit(code: int) -> Result:
+        scaling, run = ScalingConfig(workers=workers), RunConfig(f"exits-{code}", str(tmp_path))
+        return Trainer(ends, code, scaling, run, backend=backend).fit()
+
+    assert fit(0).return_values == [None]
+    with pytest.raises(TrainingFailedError if workers else SystemExit, match="SystemExit: 3" if workers else "3"):
+        fit(3)
 
 
 def test_a_function_that_is_told_to_stop_is_killed(tmp_path: Path) -> None:

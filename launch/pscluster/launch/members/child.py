@@ -6,13 +6,11 @@ function returned or raised. If the connection ends, the worker is gone, and so 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing.connection
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from pscluster.core.functions.definitions import resolve_alone
@@ -73,28 +71,13 @@ def main() -> None:
         train_fn = resolve_alone(start["forms"])
         setup = Setup(**start["setup"])
         rank, datasets = start["rank"], start["datasets"]
-        value = run_member(_to_its_end(train_fn), start["config"], setup, datasets, rank, worker.ask, tells=True)
+        value = run_member(train_fn, start["config"], setup, datasets, rank, worker.ask, tells=True)
         worker.send(value=value)
     except BaseException as error:  # also sys.exit(1) in the function
         worker.send(failure=failure_of(error).SerializeToString())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # frameworks' threads may never end
-
-
-def _to_its_end(train_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that returns None where this one exits with `sys.exit(0)`, as a script may."""
-
-    @functools.wraps(train_fn)
-    def run(*config: Any) -> Any:
-        try:
-            return train_fn(*config)
-        except SystemExit as error:
-            if error.code:
-                raise
-            return None
-
-    return run
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def run_member(
     function: FunctionContext | None = None,
     tells: bool = False,
 ) -> Any:
-    """Run a training function as one member, in this process; return what it returns.
+    """Run a training function as one member, in this process; return what it returns: None if it calls `sys.exit(0)`.
 
     Args:
         rank: of the member; in an elastic run its number, and the trainer says which rank it has.
@@ -182,7 +182,12 @@ def run_member(
         began_after=began_after,
     )
     with membership(member):
-        value = train_fn() if config is None else train_fn(config)
+        try:
+            value = train_fn() if config is None else train_fn(config)
+        except SystemExit as exited:  # as a script may end
+            if exited.code:
+                raise
+            value = None
         member.end()
         return value
 
