@@ -32,6 +32,7 @@ def test_aliases() -> None:
         (ScalingConfig, {"workers": (0, 2)}, ValueError, "workers is 0"),
         (ScalingConfig, {"workers": (2, 4, 8)}, ValueError, r"give a number, or \(fewest, most\), such as \(2, 8\)"),
         (ScalingConfig, {"join_timeout": 0}, ValueError, "join_timeout is 0"),
+        (ScalingConfig, {"durability": "disk"}, ValueError, "durability is 'disk'; give 'none', 'snapshot' or 'log'"),
         (ScalingConfig, {"use_gpu": True}, ValueError, "CUDA_VISIBLE_DEVICES"),
         (ScalingConfig, {"env": {"A": 1}}, TypeError, "env has 'A'"),
         (FailureConfig, {"max_failures": -2}, ValueError, "max_failures is -2"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.coordinator.training.test_callbacks import scalars_of
+from tests.faults.arming.faults import environment
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import LocalCluster, Variable, errors, optimizers
@@ -245,6 +246,42 @@ def test_a_checkpoint_of_the_servers_variables(tmp_path: Path) -> None:
     Trainer(without, scaling=ScalingConfig(workers=0), run=RunConfig("none", str(tmp_path))).fit()
 
 
+@pytest.mark.parametrize("durability", ["log", "none"])
+def test_a_server_that_dies(tmp_path: Path, durability: Any) -> None:
+    """While its part of a checkpoint is written. With a log nothing is lost; without, the run fails, and goes on."""
+
+    def variables(_: object) -> Variable:
+        return Variable(np.zeros(3), name="w")
+
+    def train() -> list[float]:
+        made, first = get_context().variables, 0
+        if (checkpoint := get_checkpoint()) is not None:
+            first = checkpoint.get_metadata()["next"]
+        for step in range(first, 4):
+            barrier()
+            made.assign_add(np.ones(3))
+            with tempfile.TemporaryDirectory() as folder:
+                mine = Checkpoint.from_variables(folder) if get_context().world_rank == 0 else None
+                if mine is not None:
+                    mine.set_metadata({"next": step + 1})
+                report({"step": step}, mine)
+        barrier()
+        values: list[float] = made.numpy().tolist()
+        return values
+
+    faults = environment(tmp_path, "ps/ps.part.after=kill@3")
+    scaling = ScalingConfig(workers=2, ps=2, env=faults, durability=durability)
+    trainer = Trainer(train, scaling=scaling, run=RunConfig("run", str(tmp_path / "runs")), variables=variables)
+    if durability == "none":
+        with pytest.raises(TrainingFailedError, match=r"ps \d at .* (has lost its|without its) "):
+            trainer.fit()
+        assert len(Result.load(tmp_path / "runs" / "run").metrics_history) == 2
+    result = trainer.fit()
+    assert list(tmp_path.glob("struck-*")), "one has died"
+    assert [metrics["step"] for metrics in result.metrics_history] == [0, 1, 2, 3]
+    assert result.return_values == [[8.0] * 3] * 2
+
+
 def test_a_function_that_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The error is that of its rank, once; the other is stopped while it waits."""
 
@@ -327,9 +364,10 @@ def test_a_launcher(tmp_path: Path) -> None:
         context = get_context()
         return context.get_node_rank(), context.get_local_rank(), context.get_local_world_size()
 
-    scaling, run = ScalingConfig(workers=3, ps=2, env={"MINE": "1"}), RunConfig("run", storage=str(tmp_path))
+    scaling = ScalingConfig(workers=3, ps=2, env={"MINE": "1"}, durability="none")
+    run = RunConfig("run", storage=str(tmp_path))
     result = Trainer(train, scaling=scaling, run=run, launcher=launcher).fit()
-    assert asked == [{"ps": 2, "workers": 3, "env": {"MINE": "1"}, "log_level": "ERROR"}]
+    assert asked == [{"ps": 2, "workers": 3, "env": {"MINE": "1"}, "log_level": "ERROR", "durability": "none"}]
     assert sorted(map(tuple, result.return_values or ())) == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
 
 

@@ -32,6 +32,8 @@ class ScalingConfig:
             `ParameterServerStrategy`, beside a chief and the workers; by default none, and no chief.
         env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
             unless it is set here or in this process.
+        durability: what the death of a parameter server may cost: "none", "snapshot" or "log", as for `LocalCluster`,
+            or a launcher's cluster. Default: the cluster's own.
         join_timeout: seconds for which an elastic run may have fewer members than the fewest; then it fails.
         num_workers: the same as `workers`.
         use_gpu: only False. Which devices a framework sees, its own variables say, such as `CUDA_VISIBLE_DEVICES`.
@@ -44,6 +46,7 @@ class ScalingConfig:
     ps: int | None = None
     env: Mapping[str, str] | None = None
     join_timeout: float = 60.0
+    durability: Literal["none", "snapshot", "log"] | None = None
     num_workers: InitVar[int | tuple[int, int] | None] = None
     use_gpu: InitVar[bool] = False
 
@@ -65,6 +68,8 @@ class ScalingConfig:
         object.__setattr__(self, "workers", _workers(self.workers))
         if self.ps is not None:
             object.__setattr__(self, "ps", checks.whole("ps", self.ps, at_least=1, at_most=1000))
+        if self.durability not in (None, "none", "snapshot", "log"):
+            raise ValueError(f"durability is {self.durability!r}; give 'none', 'snapshot' or 'log'")
         seconds = checks.real("join_timeout", self.join_timeout, kind="number of seconds", above=0)
         object.__setattr__(self, "join_timeout", seconds)
         if use_gpu:

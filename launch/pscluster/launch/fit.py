@@ -214,12 +214,13 @@ class Fit:
         scaling, size, ps = self._scaling, self._processes, self._scaling.ps or 1
         if self._servers:
             ps = 1  # those of TensorFlow are workers here
+        more: dict[str, Any] = {} if scaling.durability is None else {"durability": scaling.durability}
         if self._job.launcher is not None:
-            return self._job.launcher(ps=ps, workers=size, env=scaling.env, log_level="ERROR")
+            return self._job.launcher(ps=ps, workers=size, env=scaling.env, log_level="ERROR", **more)
         threads = max((os.cpu_count() or 1) // size, 1)
         env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
         restarts = self._max_restarts
-        return LocalCluster(ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts)
+        return LocalCluster(ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts, **more)
 
     @property
     def _hosts(self) -> list[str]:

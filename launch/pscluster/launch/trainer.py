@@ -41,7 +41,8 @@ class Trainer:
             "pad" gives some rows twice, so that all have as many.
         seed: of the order of datasets.
         launcher: makes the cluster for the run: `RayCluster`, a `functools.partial` of it, or another callable that
-            takes `ps`, `workers`, `env` and `log_level`. Default: a `LocalCluster`.
+            takes `ps`, `workers`, `env` and `log_level`, and `durability` if the scaling has one. Default: a
+            `LocalCluster`.
         resume_from: a checkpoint to start a new run from.
 
     Raises:
