@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 60.0
 """When no worker has returned anything for this long, log what the job is waiting for: once, until that changes."""
+
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,16 +276,35 @@ class QueueStatus:
 
     async def warn_when_quiet(self) -> None:
         """Log what the job is waiting for whenever nothing has come back for a while."""
-        said = ""
+        watch = QuietWatch(time.monotonic())
         while True:
-            await asyncio.sleep(QUIET_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
             with self._state.lock:
-                busy, heard = not self._scheduler.idle, [handle.heard for handle in self._state.workers]
-                state = f"{self.describe_locked()}; {self.running()}; {heard}"
-            # The same state is logged once.
-            if state != said and busy and time.monotonic() - max(heard, default=0.0) >= QUIET_SECONDS:
-                said = state
+                heard = max((handle.heard for handle in self._state.workers), default=0.0)
+                quiet = watch.is_quiet(time.monotonic(), heard, busy=not self._scheduler.idle)
+                state = f"{self.describe_locked()}; {self.running()}; {heard}" if quiet else ""
+            if quiet and watch.is_new(time.monotonic(), state):
                 logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
+
+
+class QuietWatch:
+    """Decides when to log that nothing comes back: after `QUIET_SECONDS`, and no state twice."""
+
+    def __init__(self, now: float) -> None:
+        self._idle_at, self._told_at, self._told = now, -math.inf, ""
+
+    def is_quiet(self, now: float, heard: float, *, busy: bool) -> bool:
+        """Return whether there has been work for this long, and nothing from any worker, last heard from at `heard`."""
+        if not busy:
+            self._idle_at = now
+        return now - max(heard, self._idle_at) >= QUIET_SECONDS
+
+    def is_new(self, now: float, state: str) -> bool:
+        """Return whether to log this state, and take it for logged if so."""
+        if state == self._told or now - self._told_at < QUIET_SECONDS:
+            return False
+        self._told_at, self._told = now, state
+        return True
 
 
 def _listed(names: Sequence[str]) -> str:
