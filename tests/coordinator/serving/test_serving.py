@@ -387,6 +387,10 @@ def test_parquet_that_cannot_be_is_refused(
     directory, _ = made
     with pytest.raises(MisuseError, match="format is 'csv'; it must be 'safetensors' or 'parquet'"):
         export_delta(directory, "table", since=1, out=tmp_path / "delta", format="csv")  # type: ignore[arg-type]
+    for name in ("ids.csv", "delta.PARQUET", "delta-1.2"):
+        with pytest.raises(MisuseError, match=rf"{name} ends in .*; it must end in .safetensors or .parquet, or give"):
+            export_delta(directory, "table", since=1, out=tmp_path / name)
+    Path(export_delta(directory, "table", since=1, out=tmp_path / "delta-1.2", format="safetensors").path).unlink()
     with pytest.raises(CheckpointError, match="s3://bucket/delta can't be written: give a file on a disk"):
         export_delta(directory, "table", since=1, out="s3://bucket/delta")
     for since in (-1, 1.5, None):
@@ -453,7 +457,7 @@ def test_a_writer_that_is_killed_leaves_the_file_of_before(
             delta_between(directory, 2, 3, folder)
 
 
-@pytest.mark.parametrize("ending", ["delta", "parquet"])
+@pytest.mark.parametrize("ending", ["safetensors", "parquet"])
 def test_a_full_disk_keeps_the_file_of_before_and_gets_its_room_back(
     made: tuple[Path, list[Array]], tmp_path: Path, ending: str
 ) -> None:

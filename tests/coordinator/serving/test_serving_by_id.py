@@ -93,7 +93,7 @@ def test_strings_are_looked_up(made: Made, key: int, monkeypatch: pytest.MonkeyP
             served.lookup(wrong)
 
 
-@pytest.mark.parametrize("ending", ["delta", "parquet"])
+@pytest.mark.parametrize("ending", ["safetensors", "parquet"])
 @pytest.mark.parametrize("name", ["table", "words"])
 def test_deltas_lead_from_one_to_the_next(made: Made, tmp_path: Path, name: str, ending: str) -> None:
     """Rows that were dropped in between have their initial values again."""

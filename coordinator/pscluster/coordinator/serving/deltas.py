@@ -51,15 +51,15 @@ def export_delta(
         since: the earlier checkpoint, or its number in the directory.
         out: the file to write, which is replaced if it exists; it gets this name once it is complete.
         verify: whether to check both checkpoints' values first, which reads all of them once more.
-        format: "safetensors" or "parquet" (`pip install 'pscluster[parquet]'`). None: Parquet if `out` ends in
-            ".parquet", and otherwise safetensors.
+        format: "safetensors" or "parquet" (`pip install 'pscluster[parquet]'`). None: what `out` ends in,
+            ".safetensors" or ".parquet"; safetensors if it has no ending.
 
     Raises:
         CheckpointError: one of the checkpoints is missing or damaged, or the file can't be written.
         UnknownVariableError: one of them has no such table.
-        MisuseError: `since` is not the number of a checkpoint; the table has another shape or type in one of them than
-            in the other; there is no such format, no pyarrow, or no type in Parquet for the rows, as for bfloat16 and
-            complex numbers.
+        MisuseError: `out` has another ending, and no `format` is given; `since` is not the number of a checkpoint; the
+            table has another shape or type in one of them than in the other; there is no such format, no pyarrow, or no
+            type in Parquet for the rows, as for bfloat16 and complex numbers.
     """
     if format not in (None, *_FORMATS):
         raise MisuseError(f"format is {format!r}; it must be {' or '.join(map(repr, _FORMATS))}")
@@ -72,7 +72,7 @@ def export_delta(
             ) from None
     if "://" in str(out):
         raise CheckpointError(f"{out} can't be written: give a file on a disk of this machine, and copy that")
-    parquet = format == "parquet" or (format is None and str(out).endswith(".parquet"))
+    parquet = (format or _format_of(out)) == "parquet"
     if parquet:
         delta_parquet.need_arrow(out)
     later = map_table(checkpoint, table, verify=verify)
@@ -91,6 +91,16 @@ def export_delta(
         write = delta_parquet.write if parquet else delta_safetensors.write
         write(file, changes)
     return Delta(str(out), table, earlier.version, later.version, changes.count)
+
+
+def _format_of(out: str | Path) -> Format:
+    """Return the format that a file's name ends in: safetensors if it has no ending. MisuseError for any other."""
+    ending = Path(out).suffix.removeprefix(".") or "safetensors"
+    for known in _FORMATS:
+        if ending == known:
+            return known
+    endings = " or ".join(f".{known}" for known in _FORMATS)
+    raise MisuseError(f"{out} ends in .{ending}; it must end in {endings}, or give format={_FORMATS[0]!r}")
 
 
 def _numbered(directory: str, number: int) -> str:
