@@ -31,7 +31,7 @@ from pscluster.core.errors import DatasetError, MisuseError
 from pscluster.core.functions import policy
 from pscluster.core.values.decoding import decode
 from pscluster.core.values.encoding import encode
-from pscluster.worker.data.files import lines
+from pscluster.worker.data.files import lines, tars
 from pscluster.worker.data.files.columns import need_arrow
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import Blocks, Ranges, source_of
@@ -292,6 +292,16 @@ def tar(path: Path, members: dict[str, bytes]) -> None:
             file.addfile(info, io.BytesIO(content))
 
 
+def test_a_file_in_a_tar_has_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before it is read; what is part of no example may have any size, and is not read."""
+    monkeypatch.setattr(tars, "LARGEST_FILE", 1000)
+    tar(folder / "good.tar", {"model": bytes(9999), ".hidden.x": bytes(9999), "a.x": bytes(1000)})
+    assert [example["x"] for example in read(sources.webdataset("good.tar"))] == [bytes(1000)]
+    tar(folder / "large.tar.gz", {"a.x": b"", "b.x": bytes(1001)})
+    with pytest.raises(DatasetError, match=r"large.tar.gz' has 'b.x', a file of 1,001 bytes; the limit is 1,000"):
+        read(sources.webdataset("large.tar.gz"))
+
+
 def test_tars(folder: Path) -> None:
     """Neighbours whose names are alike are an example; a tar that was cut short is refused where it is."""
     for index, name in enumerate(["0.tar", "1.tar.gz"]):
@@ -319,7 +329,7 @@ def test_tars(folder: Path) -> None:
         damaged.write_bytes(content)
         with pytest.raises(DatasetError, match=r"'.*damaged.tar.gz' can't be read as a tar file"):
             read(sources.webdataset("damaged.tar.gz"))
-    with pytest.raises(DatasetError, match=r"'.*twice.tar' has 'a.X' twice in one example"):
+    with pytest.raises(DatasetError, match=r"'.*twice.tar' has 'a.x' twice in one example"):
         read(sources.webdataset("twice.tar"))
     (folder / "a.txt").write_text("x")
     with pytest.raises(ValueError, match=r"'.*a.txt' can't be read as a tar file"):

@@ -20,6 +20,9 @@ from pscluster.worker.data.files.opening import GZIP, DataFile, Opener, of_each
 from pscluster.worker.data.sources import Blocks, Listed, Numbers
 
 KEY = "__key__"
+LARGEST_FILE = 1 << 30
+"""The most bytes of a file in a tar, which is read into memory whole."""
+
 _STEP = 1 << 16
 
 
@@ -39,7 +42,7 @@ class TarFiles(Blocks):
     """The examples of tar files, compressed or not: dicts of bytes by ending, with their name under `__key__`.
 
     Raises:
-        ValueError: a file is not a tar file.
+        ValueError: a file is not a tar file, or has a file of more than `LARGEST_FILE` bytes.
     """
 
     files: list[DataFile]
@@ -78,14 +81,21 @@ class TarFiles(Blocks):
     def _check(self, file: DataFile) -> None:
         next(self._members(file), None)
 
-    def _members(self, file: DataFile) -> Iterator[tuple[str, bytes]]:
-        """Yield the names and contents of the files in a tar."""
+    def _members(self, file: DataFile) -> Iterator[tuple[str, str, bytes]]:
+        """Yield keys, endings and contents of the files in a tar that are part of an example."""
         with self._opener.open(file) as opened:
             try:
                 with _unzipped(opened) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as tar:
                     for member in tar:
-                        if (content := tar.extractfile(member) if member.isfile() else None) is not None:
-                            yield member.name, content.read()
+                        if not member.isfile() or (parts := _split(member.name)) is None:
+                            continue
+                        if member.size > LARGEST_FILE:
+                            raise ValueError(
+                                f"{file.path!r} has {member.name!r}, a file of {member.size:,} bytes; the limit is "
+                                f"{LARGEST_FILE:,}: divide it among several examples, or give its path instead"
+                            )
+                        if (content := tar.extractfile(member)) is not None:
+                            yield *parts, content.read()
                     while stream.read(_STEP):  # to the end, where gzip has the checksum
                         pass
             except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
@@ -99,20 +109,22 @@ def _unzipped(opened: BinaryIO) -> BinaryIO:
     return cast("BinaryIO", gzip.GzipFile(fileobj=opened)) if magic == GZIP else opened
 
 
-def examples_of(members: Iterable[tuple[str, bytes]], tar: str) -> Iterator[dict[str, Any]]:
-    """Yield the examples that files make. ValueError if one has two files with the same ending."""
+def _split(name: str) -> tuple[str, str] | None:
+    """Return the key of the example that a file is part of, and its ending; None for hidden files and notes."""
+    folder, _, base = name.rpartition("/")
+    stem, dot, ending = base.partition(".")
+    return (os.path.join(folder, stem), ending.lower()) if dot and stem else None
+
+
+def examples_of(members: Iterable[tuple[str, str, bytes]], tar: str) -> Iterator[dict[str, Any]]:
+    """Yield the examples that files make: keys, endings, contents. ValueError if one has two with the same ending."""
     example: dict[str, Any] = {}
-    for name, content in members:
-        folder, _, base = name.rpartition("/")
-        stem, dot, ending = base.partition(".")
-        if not dot or not stem:  # hidden, or a note: part of no example
-            continue
-        key = os.path.join(folder, stem)
+    for key, ending, content in members:
         if example and example[KEY] != key:
             yield example
             example = {}
-        if ending.lower() in example:
-            raise ValueError(f"{tar!r} has {name!r} twice in one example")
-        example |= {KEY: key, ending.lower(): content}
+        if ending in example:
+            raise ValueError(f"{tar!r} has '{key}.{ending}' twice in one example")
+        example |= {KEY: key, ending: content}
     if example:
         yield example
