@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -613,6 +614,25 @@ def test_damage_at_the_end_of_a_segment_with_another_after_it(tmp_path: Path, mo
     first.write_bytes(data)
     with pytest.raises(ConfigurationError, match=first.name):
         restored(copy)
+
+
+def test_a_segment_is_not_read_into_memory_whole(tmp_path: Path) -> None:
+    """It may have grown for as long as a large snapshot took: what is in memory is one record."""
+    size, count = 1 << 20, 24
+    with begun(tmp_path / "s") as (manager, held):
+        declare(held, 1, np.zeros(size // 4, np.float32))
+        manager.save()
+        client = Client(manager, held)
+        for _ in range(count):
+            client.update(dense(ps_pb2.ADD, np.ones(size // 4, np.float32)))
+        copy = killed(tmp_path / "s")
+    (segment,) = (path for path in copy.iterdir() if path.name.startswith("log") and path.stat().st_size > count * size)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in records([segment], int(segment.stem.rpartition("-")[2]))) == count
+        assert tracemalloc.get_traced_memory()[1] < 8 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.transport.frames import unpack
@@ -34,6 +34,9 @@ from pscluster.v1 import state_pb2
 
 logger = logging.getLogger(__name__)
 
+_LEAST, _MOST = 1 << 12, 1 << 20  # bytes read at a time
+_MARK = struct.pack("<I", MAGIC)  # with which a header begins
+
 
 class _Segment(NamedTuple):
     generation: int
@@ -49,6 +52,27 @@ class _Header(NamedTuple):
     size: int
     batch: int
     record: int
+
+
+class _Data:
+    """The bytes of a segment, of which a record at a time is in memory: the segment may be larger than that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size = file, os.fstat(file.fileno()).st_size
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the bytes from `start` on: fewer than `size` at the end of the file."""
+        self._file.seek(start)
+        return self._file.read(size)
+
+    def pieces(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield all bytes from `start` on, in pieces that grow and overlap by one byte less than a mark's."""
+        size = _LEAST
+        while piece := self.read(start, size):
+            yield start, piece
+            if start + len(piece) >= self.size:
+                break
+            start, size = start + len(piece) - len(_MARK) + 1, min(2 * size, _MOST)
 
 
 @dataclass
@@ -77,7 +101,7 @@ def records(
     """
     before, named = None, frozenset[int]()
     for path in paths:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=_MOST) as file:
             head = _segment_head(path, file.read(FIRST))
             generation, previous = head.generation, head.previous
             if generation < first:
@@ -87,9 +111,7 @@ def records(
                 raise DamagedError(f"the segment of the log before {path} is missing, or belongs to another log")
             before = generation
             last = path == paths[-1]
-            file.seek(0)
-            data = file.read()
-            end, count = yield from _records_of(path, head, data, last, dropped)
+            end, count = yield from _records_of(path, head, _Data(file), last, dropped)
         # The next segment may skip one without records, of a generation that failed: it should have been removed.
         named = frozenset((generation,)) if count else frozenset((generation, previous))
         if last and cut:
@@ -113,8 +135,7 @@ def lost_in(paths: Sequence[Path], first: int) -> Dropped:
         with path.open("rb") as file, contextlib.suppress(DamagedError):
             head = _segment_head(path, file.read(FIRST))
             if head.generation >= first:
-                file.seek(0)
-                _count_lost(file.read(), head, FIRST, 0, dropped)
+                _count_lost(_Data(file), head, FIRST, 0, dropped)
     return dropped
 
 
@@ -129,19 +150,19 @@ def _segment_head(path: Path, data: bytes) -> _Segment:
 
 
 def _records_of(
-    path: Path, head: _Segment, data: bytes, last: bool, dropped: Dropped | None
+    path: Path, head: _Segment, data: _Data, last: bool, dropped: Dropped | None
 ) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, tuple[int, int]]:
     """Yield the records of one segment; return where the last whole one ends, and their number."""
-    offset, count, view = FIRST, 0, memoryview(data)
-    while offset < len(data):
-        if (end := _whole(view, offset, head.generation, count + 1)) == 0:
-            break
+    offset, count = FIRST, 0
+    while body := _body_at(data, offset, head.generation, count + 1):
         try:
-            yield unpack(data[offset + HEAD.size : end], state_pb2.LogRecord, end)
+            yield unpack(body, state_pb2.LogRecord, len(body))
         except ProtocolError as error:
             raise DamagedError(f"{path} holds an invalid record at byte {offset:,}: {error}") from None
-        offset, count = end, count + 1
-    if offset < _required_end(data, head, offset) or (not last and (offset < head.end or any(view[offset:]))):
+        offset, count = offset + HEAD.size + len(body), count + 1
+    if offset < _required_end(data, head, offset) or (
+        not last and (offset < head.end or any(any(piece) for _, piece in data.pieces(offset)))
+    ):
         raise DamagedError(f"{path} is damaged at byte {offset:,}, with updates that were acknowledged")
     if last and not head.same_boot:
         missing = Dropped() if dropped is None else dropped
@@ -156,7 +177,7 @@ def _records_of(
     return offset, count
 
 
-def _required_end(data: bytes, head: _Segment, hole: int) -> int:
+def _required_end(data: _Data, head: _Segment, hole: int) -> int:
     """Return the end of the bytes that can't have been lost with the machine, given that some are wrong at `hole`."""
     if head.same_boot:
         return head.end
@@ -166,52 +187,54 @@ def _required_end(data: bytes, head: _Segment, hole: int) -> int:
     return max([head.synced, *(header.batch for _, header in _headers(data, hole, head.generation))])
 
 
-def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dropped) -> int:
+def _count_lost(data: _Data, head: _Segment, hole: int, whole: int, dropped: Dropped) -> int:
     """Count at least the records that were acknowledged after the first `whole` ones."""
-    headers, view = list(_headers(data, hole, head.generation)), memoryview(data)
+    headers = list(_headers(data, hole, head.generation))
     acknowledged = max([head.end, *(header.batch for _, header in headers)])
     lost = [(offset, header) for offset, header in headers if offset < acknowledged and header.record > whole]
     total = max([head.records, *(header.record for _, header in lost)]) - whole
     known = 0
     for offset, header in lost:
-        end = offset + HEAD.size + header.size
-        if _whole(view, offset, head.generation, header.record):
+        if body := _body_at(data, offset, head.generation, header.record):
             with contextlib.suppress(ProtocolError):
-                dropped.add(unpack(data[offset + HEAD.size : end], state_pb2.LogRecord, end)[0])
+                dropped.add(unpack(body, state_pb2.LogRecord, len(body))[0])
                 known += 1
     dropped.unknown += max(total - known, 0)
     dropped.records += max(total, 0)
     return max(total, 0)
 
 
-def _headers(data: bytes, offset: int, generation: int) -> Iterator[tuple[int, _Header]]:
+def _headers(data: _Data, offset: int, generation: int) -> Iterator[tuple[int, _Header]]:
     """Yield the intact headers from `offset` on, whatever is between them."""
-    mark, view = struct.pack("<I", MAGIC), memoryview(data)
-    while (offset := data.find(mark, offset)) >= 0:
-        header = _header_at(view, offset, generation)
+    while (offset := _find_mark(data, offset)) >= 0:
+        header = _header_at(data, offset, generation)
         if header is not None:
             yield offset, header
         # Skip intact bodies: they may contain anything, headers too.
-        offset += (
-            HEAD.size + header.size if header is not None and _whole(view, offset, generation, header.record) else 1
-        )
+        is_whole = header is not None and _body_at(data, offset, generation, header.record)
+        offset += HEAD.size + header.size if header is not None and is_whole else 1
 
 
-def _header_at(data: memoryview, offset: int, generation: int) -> _Header | None:
+def _find_mark(data: _Data, offset: int) -> int:
+    """Return where a header may begin, at `offset` or later; -1 if there is none."""
+    return next((start + at for start, piece in data.pieces(offset) if (at := piece.find(_MARK)) >= 0), -1)
+
+
+def _header_at(data: _Data, offset: int, generation: int) -> _Header | None:
     """Return the header at this offset; None if there is no intact one of this segment."""
-    if len(data) < offset + HEAD.size:
+    head = data.read(offset, HEAD.size)
+    if len(head) < HEAD.size:
         return None
-    magic, crc, checksum, size, batch, segment, record = HEAD.unpack_from(data, offset)
-    if magic != MAGIC or segment != generation or crc != zlib.crc32(data[offset + HEAD_REST : offset + HEAD.size]):
+    magic, crc, checksum, size, batch, segment, record = HEAD.unpack(head)
+    if magic != MAGIC or segment != generation or crc != zlib.crc32(head[HEAD_REST:]):
         return None
     return _Header(checksum, size, batch, record)
 
 
-def _whole(data: memoryview, offset: int, generation: int, record: int) -> int:
-    """Return where the record at this offset ends; 0 if it is not that of record number `record`, or is not whole."""
+def _body_at(data: _Data, offset: int, generation: int, record: int) -> bytes:
+    """Return what follows the header at this offset; empty if it is not record number `record`, or is not whole."""
     header = _header_at(data, offset, generation)
-    if header is None or header.record != record or not header.size:
-        return 0
-    end = offset + HEAD.size + header.size
-    whole = end <= len(data) and checksum_of(data[offset + HEAD.size : end]) == header.checksum
-    return end if whole else 0
+    if header is None or header.record != record or offset + HEAD.size + header.size > data.size:
+        return b""
+    body = data.read(offset + HEAD.size, header.size)
+    return body if checksum_of(memoryview(body)) == header.checksum else b""
