@@ -10,6 +10,7 @@ else:
 from __future__ import annotations
 
 from pscluster.coordinator.job.settings import process_options
+from pscluster.core import checks
 from pscluster.core.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError
@@ -46,11 +47,13 @@ class Server:
         source = server_or_cluster_def if server_or_cluster_def is not None else TFConfigClusterResolver()
         if isinstance(source, ClusterSpec):
             spec = source
+        elif not isinstance(source, ClusterResolver):
+            raise TypeError(f"a Server takes a ClusterSpec or a resolver, not {checks.type_of(source)}")
         else:
             spec = source.cluster_spec()
             job_name = job_name or source.task_type
             task_index = source.task_id if task_index is None else task_index
-        if not protocol.startswith("grpc"):
+        if not checks.text("protocol", protocol).startswith("grpc"):
             raise ConfigurationError(f"protocol is {protocol!r}, but only 'grpc' is supported")
         if job_name not in ("ps", "worker"):
             raise ConfigurationError(

@@ -96,6 +96,18 @@ def type_of(value: object) -> str:
     return "None" if value is None else f"{article} {name}"
 
 
+def text(name: str, value: object, wanted: str = "a string") -> str:
+    """Return a string. TypeError, which says what is wanted, if it is none."""
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"{name} is {type_of(value)}; give {wanted}")
+
+
+def path(name: str, value: object) -> str:
+    """Return a path as a string. TypeError if it is none."""
+    return text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, "a path")
+
+
 def flag(name: str, value: object) -> bool:
     """Return a flag as a bool. Numbers and strings are refused."""
     if isinstance(value, bool | np.bool_):

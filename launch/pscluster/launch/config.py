@@ -77,6 +77,8 @@ class ScalingConfig:
                 "use_gpu: workers get no devices here; each process sees those of its environment, so give "
                 'env={"CUDA_VISIBLE_DEVICES": "0"}'
             )
+        if not isinstance(self.env, Mapping | None):
+            raise TypeError(f"env is {type_of(self.env)}; give a dict of strings")
         env = dict(self.env or {})
         if wrong := [name for name, value in env.items() if not (isinstance(name, str) and isinstance(value, str))]:
             raise TypeError(f"env has {wrong[0]!r}, which is not a string with a string as its value")

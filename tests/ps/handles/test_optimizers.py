@@ -596,6 +596,8 @@ class TestBadGradients:
             optimizer.apply_gradients([(np.ones(2), v), (np.ones(2), v)])
         with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not an ndarray"):
             optimizer.apply_gradients([(v, np.ones(2))])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not an int"):
+            optimizer.apply_gradients(3)  # type: ignore[arg-type]
         assert not v.numpy().any()
 
     def test_names(self) -> None:

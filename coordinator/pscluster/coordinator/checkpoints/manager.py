@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,7 +87,7 @@ class CheckpointManager(StaysHere):
             if len(jobs) != 1:
                 raise MisuseError(f"{len(jobs)} strategies are open: give strategy=")
             (strategy,) = jobs
-        self.directory = os.fspath(directory)
+        self.directory = checks.path("directory", directory)
         if not self.directory:
             raise ConfigurationError("the directory of a CheckpointManager is empty; give a path, such as /shared/run")
         self.max_to_keep = max_to_keep

@@ -33,7 +33,7 @@ class LayerState(NamedTuple):
 
 def checked_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Return layers to save. ConfigurationError if something is no layer, or two have the same name."""
-    for layer in layers:
+    for layer in layers if isinstance(layers, Iterable) else (layers,):
         if not isinstance(layer, Layer):
             raise ConfigurationError(f"features has {type_of(layer)}: give layers, such as StringLookup(name='words')")
     names = [layer.name for layer in layers]

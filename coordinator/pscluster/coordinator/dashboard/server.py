@@ -12,6 +12,7 @@ from typing import Self
 
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.job.context import HasJob
+from pscluster.core.checks import type_of
 from pscluster.core.cluster.addresses import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.security.http_access import CertificateFiles, Visitors, check_exposure
@@ -50,6 +51,8 @@ class Dashboard:
         key: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
+        if not hasattr(coordinator, "context"):
+            raise TypeError(f"coordinator is {type_of(coordinator)}; give a ClusterCoordinator, or the strategy")
         context = coordinator.context
         host, _ = _endpoint(address or DEFAULT_ADDRESS)
         token = context.options.token

@@ -137,7 +137,14 @@ class LocalCluster(ScalableCluster):
             num_workers = checks.whole("num_workers", num_workers, at_least=1)
             max_restarts = checks.whole("max_restarts", max_restarts, at_least=0)
             grace = checks.real("grace", grace, kind="number of seconds", at_least=0)
-        if log_level.upper() not in LOG_LEVELS:
+            allow_pickle = None if allow_pickle is None else checks.flag("allow_pickle", allow_pickle)
+        for name, value in (("host", host), ("token", token)):
+            if value is not None:
+                checks.text(name, value)
+        for name, folder in (("cwd", cwd), ("log_dir", log_dir), ("state_dir", state_dir)):
+            if folder is not None:
+                checks.path(name, folder)
+        if checks.text("log_level", log_level).upper() not in LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(LOG_LEVELS)}")
         if log_format not in LOG_FORMATS:
             raise ConfigurationError(f"log_format is {log_format!r}; give one of {', '.join(LOG_FORMATS)}")

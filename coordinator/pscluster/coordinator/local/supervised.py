@@ -354,8 +354,9 @@ class SupervisedCluster(ClusterResolver, Monitored, StaysHere):
         return html_table(f"{type(self).__name__}: {life}, {self._size}", _HEADER, rows)
 
     def _task(self, role: str, index: int) -> TaskKey:
-        if not 0 <= index < self._counts.get(role, 0):
-            raise MisuseError(f"there is no {role} {index} in a cluster of {self._size}")
+        count = self._counts.get(role, 0) if isinstance(role, str) else 0
+        if index not in range(count):
+            raise MisuseError(f"there is no {role} {index!r} in a cluster of {self._size}")
         return role, index
 
     def _all_started_once(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pscluster.core.checks import type_of
 from pscluster.core.values import map_structure
 
 
@@ -20,6 +21,8 @@ class PerReplica(Sequence[Any]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Sequence[Any]) -> None:
+        if not isinstance(values, Iterable):
+            raise TypeError(f"PerReplica takes the values of all replicas, not {type_of(values)}")
         self._values = tuple(values)
 
     @property

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pscluster.core.checks import type_of
 from pscluster.core.cluster.node_list import expand_counts, expand_nodes, wrong_variable
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, checked_job
@@ -69,10 +70,14 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         super().__init__(None, None, rpc_layer, "")
         self._jobs = None if jobs is None else _checked_jobs(jobs)
+        if not isinstance(port_range, Sequence) or len(port_range) != 2:
+            raise ConfigurationError(f"port_range is {port_range!r}; give two ports, such as {PORT_RANGE}")
         low, high = port_range
         for name, port in (("port_base", port_base), ("port_range", low), ("port_range", high)):
-            if port is not None and not 1 <= port <= 65_535:
-                raise ConfigurationError(f"{name} has the port {port}; give one from 1 to 65535, such as {low or 8888}")
+            if port is not None and port not in range(1, 65_536):
+                raise ConfigurationError(
+                    f"{name} has the port {port!r}; give one from 1 to 65535, such as {low or 8888}"
+                )
         if high < low:
             raise ConfigurationError(f"port_range is {low} to {high}; give a rising one, such as {PORT_RANGE}")
         self._port_base, self._port_range, self._tasks_per_node = port_base, (low, high), tasks_per_node
@@ -191,6 +196,8 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def _checked_jobs(jobs: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(jobs, Mapping):
+        raise TypeError(f"jobs is {type_of(jobs)}; give the number of tasks by job, such as {{'ps': 2, 'worker': 4}}")
     for job, count in jobs.items():
         checked_job(job, "SlurmClusterResolver: a key of jobs")
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:

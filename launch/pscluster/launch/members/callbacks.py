@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +55,8 @@ class ReportCheckpoint(Callback):
             report_freq = checks.whole("report_freq", report_freq, ", or 'epoch'", at_least=1)
         if isinstance(metrics, str):
             raise TypeError(f"metrics is the string {metrics!r}: give a list of names")
+        if metrics is not None and not isinstance(metrics, Iterable):
+            raise TypeError(f"metrics is {checks.type_of(metrics)}; give a list of names")
         self._metrics = metrics if metrics is None or isinstance(metrics, Mapping) else {name: name for name in metrics}
         self._report_freq = report_freq
         self._checkpoint_freq = checks.whole("checkpoint_freq", checkpoint_freq, at_least=0)

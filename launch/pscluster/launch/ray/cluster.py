@@ -128,13 +128,20 @@ class RayCluster(ScalableCluster):
             max_restarts = checks.whole("max_restarts", max_restarts, at_least=0)
             self._timeout = checks.real("timeout", timeout, kind="number of seconds", above=0)
             grace = checks.real("grace", grace, kind="number of seconds", at_least=0)
+            allow_pickle = None if allow_pickle is None else checks.flag("allow_pickle", allow_pickle)
             self._resources = {
                 "ps": _checked_resources("ps_resources", ps_resources),
                 "worker": _checked_resources("worker_resources", worker_resources),
             }
+        if runtime_env is not None and not isinstance(runtime_env, Mapping):
+            raise TypeError(f"runtime_env is {checks.type_of(runtime_env)}; give a dict")
         if placement not in PLACEMENTS:
             raise ConfigurationError(f"placement is {placement!r}; give one of {', '.join(PLACEMENTS)}")
-        if log_level.upper() not in LOG_LEVELS:
+        if token is not None:
+            checks.text("token", token)
+        if state_dir is not None:
+            checks.path("state_dir", state_dir)
+        if checks.text("log_level", log_level).upper() not in LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(LOG_LEVELS)}")
         if log_format not in LOG_FORMATS:
             raise ConfigurationError(f"log_format is {log_format!r}; give one of {', '.join(LOG_FORMATS)}")

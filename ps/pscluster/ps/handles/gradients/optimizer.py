@@ -264,6 +264,8 @@ class Optimizer(Handle):
             >>> v.numpy()
             array([-0.5,  0. ,  0.5])
         """
+        if not isinstance(grads_and_vars, Iterable):
+            raise TypeError(f"apply_gradients takes pairs (gradient, variable), not {checks.type_of(grads_and_vars)}")
         pairs = list(grads_and_vars)
         with self._client.gate:
             if updates := self.plan_for(pairs).updates_of(pairs, examples=examples):
