@@ -685,21 +685,25 @@ def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_with_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments are as small as they have to be; all that fits is taken and saved."""
+    """Segments are as small as they have to be, also where a failure takes what there is; what fits is saved."""
     allocate = os.posix_fallocate
 
     def allocate_little(descriptor: int, begin: int, size: int) -> None:
         if begin + size > 1 << 20:
+            allocate(descriptor, begin, (1 << 20) - begin)  # as ext4 does
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(descriptor, begin, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate_little)
+    monkeypatch.setattr(log_module, "_GROW", 16 << 20)
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(1 << 14))  # of 128 KiB
         client = Client(manager, held)
         for _ in range(3):
             manager.save()
             for _ in range(6):
+                longest = max(path.stat().st_size for path in (tmp_path / "s").glob("log-*"))
+                assert longest < 1 << 20, "the rest is free, for what is saved"
                 assert client.update(dense(ps_pb2.ADD, np.ones(1 << 14))).applied == 1
         no_more_generations(manager)
         assert values_of(found_in(killed(tmp_path / "s")), 1)[0] == values_of(held, 1)[0] == 18

@@ -85,12 +85,7 @@ class Log:
             self._directory.reuse_segment(new)
             file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                size = max(size, os.fstat(file).st_size)
-                try:
-                    os.posix_fallocate(file, 0, size)
-                except OSError:  # a disk that is small, or almost full: what is promised, and little more
-                    size = self._promised + _LEAST
-                    os.posix_fallocate(file, 0, size)
+                size = _reserve(file, 0, max(size, os.fstat(file).st_size), self._promised + _LEAST)
                 unused = self._segment > saved and self._end == FIRST
                 previous = self._previous if unused else self._segment or before
                 head = with_crc(SEGMENT, SEGMENT_MAGIC, generation, previous, machine_boot_id())
@@ -168,17 +163,12 @@ class Log:
             # In few, large steps if there is room: many small ones make every write four times as slow.
             more = missing + min(max(_GROW, self._allocated), _MOST)
             try:
-                try:
-                    os.posix_fallocate(self._file, self._allocated, more)
-                except OSError:
-                    more = missing
-                    os.posix_fallocate(self._file, self._allocated, more)
+                self._allocated += _reserve(self._file, self._allocated, more, missing)
             except OSError as error:
                 raise UnavailableError(
                     f"updates are refused, since the log in {self._directory.path} can't grow ({error.strerror}): "
                     "free some disk space there"
                 ) from None
-            self._allocated += more
         self._promised += room
 
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
@@ -267,3 +257,21 @@ class Log:
                     self._plan.close(ticket)
                     self._done.add(ticket)
             self._changed.notify_all()
+
+
+def _reserve(file: int, end: int, size: int, least: int) -> int:
+    """Reserve disk space for a file, from its `end` on; return how many bytes: `size`, or `least` if it has no more.
+
+    OSError if it has not even those; then the file still ends there.
+    """
+    try:
+        os.posix_fallocate(file, end, size)
+        return size
+    except OSError:  # the disk is small, or almost full
+        os.ftruncate(file, end)  # ext4 leaves to the file all that it has found, and so nothing to save the state in
+    try:
+        os.posix_fallocate(file, end, least)
+    except OSError:
+        os.ftruncate(file, end)
+        raise
+    return least
