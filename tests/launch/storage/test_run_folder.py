@@ -260,6 +260,17 @@ def test_metadata_and_copies(tmp_path: Path) -> None:
         Checkpoint(str(tmp_path / "other")).as_directory().__enter__()
 
 
+def test_copies_keep_names_like_those_of_members(tmp_path: Path) -> None:
+    """Those that a user chose in a directory, or one member below its own, are no attempts of members."""
+    storage = fsspec.filesystem("memory")
+    names = {"rank-0/model.txt", "rank-0.5/model.txt", "rank-1.2"}
+    for path in (f"/{tmp_path.name}/saved", f"/{tmp_path.name}/run/checkpoints/000001/rank-0"):
+        for name in names:
+            storage.pipe_file(f"{path}/{name}", b"x")
+        with Checkpoint(f"memory:/{path}").as_directory() as folder:
+            assert {file.relative_to(folder).as_posix() for file in Path(folder).rglob("*") if file.is_file()} == names
+
+
 @pytest.mark.parametrize("key", ["../outside.txt", "below/../../outside.txt", "below/../../../outside.txt"])
 def test_copies_stay_in_their_directory(tmp_path: Path, key: str) -> None:
     """An object store's keys may have dots, which would lead anywhere on this machine."""

@@ -24,6 +24,9 @@ VARIABLES = ".variables"
 FOLDER = re.compile(r"(rank-\d+)\.?(\d*)(?=/|$)")
 """Of a member, in a report's folder: its rank and its attempt, which is 1 if there is none."""
 
+_OF_SEVERAL = re.compile(r"(^|/)checkpoints/\d{6,}/?$")
+"""A report's folder, with those of its members. In any other checkpoint all names are the user's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -114,7 +117,8 @@ class Checkpoint:
                         f"the checkpoint {self.path} has a file that would be written outside {target}, "
                         f"{shown(outside[0])}: someone else may have put it there; remove it"
                     )
-                for name, own in _by_rank(names).items():
+                copies = _by_rank(names) if _OF_SEVERAL.search(source) else {name: name for name in names}
+                for name, own in copies.items():
                     inner = Path(target, own)
                     inner.parent.mkdir(parents=True, exist_ok=True)
                     fs.get_file(f"{source}/{name}", str(inner))
