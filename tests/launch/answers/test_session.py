@@ -82,6 +82,19 @@ def test_members_that_restart_together_drop_what_the_others_had_sent(together: b
     assert actions == ([] if together else [Commit(1, {0: of(0.0), 1: of(1.0)})])
 
 
+def test_members_that_restart_together_wait_for_those_that_had_ended() -> None:
+    """Also if what a member's earlier attempt has sent comes late."""
+    session = begun(2, together=True)
+    session.end(1, 1)
+    session.begin(0, 2)
+    assert session.end(1, 1) == []
+    with pytest.raises(StaleError, match="another attempt"):
+        session.report(1, 1, 1, of(1.0), "late", 0.0)
+    assert session.meet(0, 2, (1, 0), "a", 0.0) == []
+    session.begin(1, 2)
+    assert session.meet(1, 2, (1, 0), "b", 0.0) == [Answer("a"), Answer("b")]
+
+
 def test_nobody_waits_for_a_member_that_has_ended() -> None:
     session = begun(3)
     session.report(0, 1, 1, of(0.0), "a", 0.0)

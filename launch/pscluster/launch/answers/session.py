@@ -117,6 +117,9 @@ class Session:
         if attempt < member.attempt:
             raise StaleError("a later attempt of this member has begun")
         member.attempt, member.ended = attempt, False
+        for other in self.members.values() if self._together else ():
+            if other.attempt < attempt:  # it will begin, too, also if it had ended
+                other.attempt, other.ended = attempt, False
         if self._committing is None:
             self._drop(self._reports, rank, attempt)
         for meeting in self._meetings.values():
