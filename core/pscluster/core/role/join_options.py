@@ -20,7 +20,7 @@ from pscluster.core.role.options import ADVERTISE_VARIABLE, JOB_NAME_VARIABLE, T
 EVERYWHERE = "0.0.0.0", "::"  # noqa: S104  # nosec B104
 """Addresses to listen at that no peer can dial."""
 LOOPBACK = "127.0.0.1", "::1"
-"""Addresses to listen at that are not dialled at each other."""
+"""Loopback addresses: a role that listens at one of them can't be dialled at the other."""
 
 
 @dataclass(frozen=True, slots=True)

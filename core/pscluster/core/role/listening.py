@@ -10,9 +10,9 @@ from pscluster.core.security.tls import TLS_VARIABLE, check_no_tls
 
 
 def everywhere(address: str) -> str:
-    """Return the host for listening on all interfaces, where an address of the cluster is this one.
+    """Return the host that listens on all interfaces, of the family of this address of the cluster.
 
-    gRPC takes IPv6 at 0.0.0.0, too, but the data plane does not.
+    At 0.0.0.0 gRPC accepts IPv6 too, but the data plane does not.
     """
     ipv4, ipv6 = EVERYWHERE
     return ipv6 if ":" in split_address(address)[0] else ipv4

@@ -132,9 +132,9 @@ class RunFolder(SavedRun):
         return None if folder is None else f"{self.path}/{folder}"
 
     def _put_in_place(self, files: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Give the files that one attempt of a member has copied the place of its rank, where there is a move.
+        """Move what one attempt of a member has copied to the folder of its rank, if the storage can move files.
 
-        Return them there. CheckpointError if one is missing.
+        Return the files, with their new paths. CheckpointError if one is missing.
         """
         for file in files:
             path = f"{self._root}/{file['path']}"

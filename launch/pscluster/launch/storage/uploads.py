@@ -29,7 +29,7 @@ def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path)
     files: list[dict[str, Any]] = []
     with explained(run_path, "can't be written"):
         fs, root = fsspec.core.url_to_fs(run_path)
-        if attempt > 1 or is_local(fs):  # where there is no move, the first attempt has the final name
+        if attempt > 1 or is_local(fs):  # elsewhere nothing is moved: the first attempt has the final name
             folder += f".{attempt}"
         target = f"{root}/{folder}"
         if fs.exists(target):  # of a report that failed, and is made again

@@ -44,7 +44,7 @@ from pscluster.ps.storage.files.tensor_files import lay_out
 from pscluster.v1 import ps_pb2, state_pb2
 
 MAX_FILES = 32
-"""Beyond arrays in this many files, a whole generation is saved, which has few."""
+"""If the arrays would be in more files than this, a whole generation is saved, which has few."""
 
 Array = npt.NDArray[Any]
 

@@ -80,7 +80,7 @@ class CheckpointParts:
         self._written: tuple[int, Future[ps_pb2.CheckpointReply]] = -1, Future()
         self._committed: tuple[int, Future[None]] = -1, Future()
         self._over = -1  # the last that was dropped or committed
-        self._forgotten = 0  # how often everything was: what was begun before must not be kept
+        self._forgotten = 0  # the calls of `forget` so far: what began before the last one must not be kept
         self._committing = threading.Lock()  # held while the state is replaced
 
     def mark(self, store: Store, checkpoint_id: int) -> Mapping[str, str]:
@@ -170,7 +170,7 @@ class CheckpointParts:
             self._over = -1
 
     def _is_over(self, checkpoint_id: int, forgotten: int) -> bool:
-        """Return whether what was begun, after everything was forgotten so often, is not to be kept. Needs the lock."""
+        """Return whether what began after `forgotten` calls of `forget` must not be kept. Needs the lock."""
         return checkpoint_id == self._over or forgotten != self._forgotten
 
     def drop_mark(self, checkpoint_id: int) -> None:
