@@ -32,6 +32,7 @@ ELEMENTWISE: list[Maker] = [
     lambda a, b: a * b[0] + np.arange(5.0, dtype=a.dtype),
     lambda a, b: np.maximum(a, b[:, :1]),
     lambda a, b: a.astype("float32") + np.ones_like(b),
+    lambda a, b: a**2 - b,
 ]
 OTHERS: list[Maker] = [
     lambda a, b: a - b.sum(axis=0),
@@ -99,6 +100,24 @@ def test_a_program_has_the_bits_of_its_functions(through: int, case: tuple[list[
     with pytest.MonkeyPatch.context() as monkeypatch, np.errstate(all="ignore"):
         monkeypatch.setattr(moving, "THROUGH_BYTES", through)
         check(program, arrays_of(layouts))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: np.power(np.abs(a).astype("float32"), np.full_like(b[:1], 2, "float32")),
+        lambda a, b: np.fmin(a * 0, -(b[:, :1] * 0)),
+        lambda a, b: np.fmax(np.sign(a) * 0, 0.0),
+    ],
+)
+def test_functions_that_depend_on_where_an_element_is(make_mesh: MakeMesh, function: Maker) -> None:
+    """In NumPy: where an exponent is the same for a whole column, and at the end, where vectors are not full."""
+    mesh = make_mesh({"x": 3, "y": 2})
+    random = np.random.default_rng(0)
+    whole = Layout([None, None], mesh)
+    arrays = [spmd.distribute(random.standard_normal((67, 3)), whole) for _ in range(2)]
+    for layout in all_layouts(mesh, 2):
+        check(lambda a, b, layout=layout: [function(a, b).relayout(layout)], arrays)
 
 
 @given(case=programs([]), of_moments=st.integers(0, 99))
@@ -172,6 +191,10 @@ def in_rows(*arrays: Any) -> list[Any]:
         (lambda g, w: in_rows(np.cumsum(g, axis=0)), WHOLE),
         (lambda g, w: in_rows(g.astype("complex128") * g), WHOLE),
         (lambda g, w: in_rows(np.arctan(g.astype("float16"))), WHOLE),
+        (lambda g, w: in_rows(g**2), ROWS),
+        (lambda g, w: in_rows(np.abs(g) ** (2 * np.ones_like(w[:, :1]))), WHOLE),
+        (lambda g, w: in_rows(1.5**g), WHOLE),
+        (lambda g, w: in_rows(np.fmax(g, 0.0)), WHOLE),
         (lambda g, w: in_rows(spmd.local_map(np.negative, [WHOLE], WHOLE, out_types=(SHAPE, "float64"))(g)), WHOLE),
     ],
 )

@@ -6,9 +6,10 @@ to the same shards is then made in these: terms of a sum are combined straight i
 an all-reduce), and each device computes its part only. So a step whose optimizer's state is sharded does with a
 gradient what Xu et al. describe in "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
 
-Values stay what they were, to the bit: terms are combined in the same order, and an elementwise function gives the same
-for a part of an array as for the whole. Of complex numbers and float16 it may not, in NumPy: these stay as recorded.
-Everything else ends the search: products, reductions, functions that are called, and results of the program.
+Values stay what they were, to the bit, but for the signs of NaNs: terms are combined in the same order, and an
+elementwise function gives the same for a part of an array as for the whole. In NumPy those of complex numbers and
+float16 may not, nor `fmax`, `fmin`, and `power` with exponents that are an array: these stay as recorded. Everything
+else ends the search: products, reductions, functions that are called, and results of the program.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _operands_for(layout: Layout, instruction: Recorded, types: Sequence[ArrayTy
         case ("move", source, _):
             of = types[source]
             return [layout if _is_free(of, replace(of, layout=layout)) else of.layout]
-        case ("compute", written, function, read, *_) if function in ELEMENTWISE and read:
+        case ("compute", written, function, read, args, *_) if _is_elementwise(function, args) and read:
             operands, result = [types[place] for place in read], types[written[0]]
             if (
                 all(_has_same_bits(types[place].dtype) for place in (*read, *written))
@@ -101,6 +102,15 @@ def _is_free(of: ArrayType, to: ArrayType) -> bool:
     """Return whether each device has what it needs for a layout: some axes are sharded in addition."""
     specs = zip(of.layout.specs, to.layout.specs, strict=True)
     return not of.partial and all(own in (spec, UNSHARDED) for own, spec in specs)
+
+
+def _is_elementwise(function: str, args: Sequence[Any]) -> bool:
+    """Return whether an element of the results depends on the corresponding ones alone, to the bit."""
+    if function in ("fmax", "fmin"):  # of zeros with different signs either one, as it comes
+        return False
+    if function == "power":  # an exponent of 2 squares if it is the same for all of a row, or of a column
+        return not isinstance(args[1], list)
+    return function in ELEMENTWISE
 
 
 def _has_same_bits(dtype: np.dtype[Any]) -> bool:
