@@ -108,10 +108,11 @@ def test_a_program_has_the_bits_of_its_functions(through: int, case: tuple[list[
         lambda a, b: np.power(np.abs(a).astype("float32"), np.full_like(b[:1], 2, "float32")),
         lambda a, b: np.fmin(a * 0, -(b[:, :1] * 0)),
         lambda a, b: np.fmax(np.sign(a) * 0, 0.0),
+        lambda a, b: (a * 1e12).astype("uint32"),
     ],
 )
 def test_functions_that_depend_on_where_an_element_is(make_mesh: MakeMesh, function: Maker) -> None:
-    """In NumPy: where an exponent is the same for a whole column, and at the end, where vectors are not full."""
+    """In NumPy: if an exponent is the same for a whole column, and at the end, where vectors are not full."""
     mesh = make_mesh({"x": 3, "y": 2})
     random = np.random.default_rng(0)
     whole = Layout([None, None], mesh)
@@ -195,6 +196,8 @@ def in_rows(*arrays: Any) -> list[Any]:
         (lambda g, w: in_rows(np.abs(g) ** (2 * np.ones_like(w[:, :1]))), WHOLE),
         (lambda g, w: in_rows(1.5**g), WHOLE),
         (lambda g, w: in_rows(np.fmax(g, 0.0)), WHOLE),
+        (lambda g, w: in_rows(g.astype("int32")), WHOLE),
+        (lambda g, w: in_rows(np.rint(g).astype("float32")), ROWS),
         (lambda g, w: in_rows(spmd.local_map(np.negative, [WHOLE], WHOLE, out_types=(SHAPE, "float64"))(g)), WHOLE),
     ],
 )

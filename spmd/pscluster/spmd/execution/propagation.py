@@ -8,8 +8,9 @@ gradient what Xu et al. describe in "Automatic Cross-Replica Sharding of Weight 
 
 Values stay what they were, to the bit, but for the signs of NaNs: terms are combined in the same order, and an
 elementwise function gives the same for a part of an array as for the whole. In NumPy those of complex numbers and
-float16 may not, nor `fmax`, `fmin`, and `power` with exponents that are an array: these stay as recorded. Everything
-else ends the search: products, reductions, functions that are called, and results of the program.
+float16 may not, nor `fmax`, `fmin`, `power` with exponents that are an array, and casts of floats to integers: these
+stay as recorded. Everything else ends the search: products, reductions, functions that are called, and results of the
+program.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _operands_for(layout: Layout, instruction: Recorded, types: Sequence[ArrayTy
         case ("compute", written, function, read, args, *_) if _is_elementwise(function, args) and read:
             operands, result = [types[place] for place in read], types[written[0]]
             if (
-                all(_has_same_bits(types[place].dtype) for place in (*read, *written))
+                _have_same_bits([of.dtype for of in operands], [types[place].dtype for place in written])
                 and np.broadcast_shapes(*(of.shape for of in operands)) == result.shape
                 and all(types[place].layout == result.layout for place in written)
                 and _of_operands(operands, result.layout) == [of.layout for of in operands]
@@ -113,9 +114,11 @@ def _is_elementwise(function: str, args: Sequence[Any]) -> bool:
     return function in ELEMENTWISE
 
 
-def _has_same_bits(dtype: np.dtype[Any]) -> bool:
-    """Return whether an elementwise function of NumPy gives the same for an element wherever it is in an array."""
-    return dtype.kind in "biu" or dtype.name in ("float32", "float64")
+def _have_same_bits(operands: Sequence[np.dtype[Any]], results: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether elementwise functions of NumPy give the same for an element wherever it is in an array."""
+    if any(dtype.kind == "f" for dtype in operands) and any(dtype.kind in "iu" for dtype in results):
+        return False  # a number that is too large for its integer becomes any one
+    return all(dtype.kind in "biu" or dtype.name in ("float32", "float64") for dtype in (*operands, *results))
 
 
 def _of_operands(operands: Sequence[ArrayType], layout: Layout) -> list[Layout]:
