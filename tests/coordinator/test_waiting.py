@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -98,6 +100,13 @@ def test_futures() -> None:
     assert wait_for(failed)
     with pytest.raises(ValueError, match="seven"):
         result_of(failed, TIMEOUT)
+
+
+@pytest.mark.parametrize("timeout", [math.nan, "1", True])
+def test_a_wait_for_what_is_no_number_of_seconds(timeout: Any) -> None:
+    """It is refused: it would be over at once, or never."""
+    with pytest.raises(ValueError, match=r"^timeout is .*; it must be a number of seconds, or None$"):
+        wait_for(Future(), timeout)
 
 
 @pytest.mark.parametrize("timeout", [None, TIMEOUT])

@@ -38,12 +38,12 @@ def real(
     """Return a number, of any type that `float` accepts, as a float. ValueError if it is none, or outside the limits.
 
     `kind` is the error's term for such a number, such as "number of seconds"; `hint` is appended to the error, such as
-    ", or None". Unless `finite` is False, infinities and NaN are refused; NaN is outside all limits.
+    ", or None". NaN is refused, and so are infinities, unless `finite` is False.
     """
     if not isinstance(value, _NO_NUMBERS):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)  # type: ignore[arg-type]  # the error is the check
-            if (math.isfinite(number) or not finite) and _within(number, limits):
+            if (math.isfinite(number) or (not finite and not math.isnan(number))) and _within(number, limits):
                 return number
     article = "a finite" if finite and not limits else "a"
     raise _refusal(name, value, f"{article} {kind}", limits, hint)
