@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.server
 import io
 import itertools
@@ -567,6 +568,18 @@ def test_bad_lines_are_named(folder: Path, make: Callable[..., Any], header: str
     for size in (1 << 19, 1 << 23):
         with pytest.raises(DatasetError, match=said):
             read(make("f", block_bytes=size), batch=1 << 20)
+
+
+def test_blank_files_come_first(folder: Path) -> None:
+    """They tell nothing of the columns; where all files are blank there are none."""
+    (folder / "a").write_bytes(b"\n\n")
+    (folder / "b").write_bytes(b'{"n": 1}\n')
+    (folder / "c").write_bytes(b"1\n")
+    for source in (sources.json_lines(["a", "b"]), sources.csv(["a", "c"], names=["n"])):
+        assert [element["n"].tolist() for element in read(source, batch=8)] == [[1]]
+    for make in (sources.json_lines, functools.partial(sources.csv, names=["n"])):
+        with pytest.raises(ValueError, match="the source has no examples: all its files are empty"):
+            make("a")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ _SAMPLE = 1 << 20  # bytes from which types are inferred
 def _first_lines(
     files: Sequence[DataFile], kind: str, *, headers: bool = False, quoted: bool = False
 ) -> tuple[DataFile, bytes]:
-    """Return the first file with lines, after its header if files have headers, and some of its first lines.
+    """Return the first file with lines that are not blank, after any header, and some of its first lines.
 
     If all have headers only, it is the first with one. ValueError if all are empty.
     """
@@ -39,9 +39,10 @@ def _first_lines(
         lines = _lines_of(file, kind, quoted, _SAMPLE)
         if headers and not _after_header(lines).strip() and len(lines) < file.size:  # of many columns
             lines = _lines_of(file, kind, quoted, len(lines) + _SAMPLE)
-        if not headers or _after_header(lines).strip():
+        if (_after_header(lines) if headers else lines).strip():
             return file, lines
-        found = found or (file, lines)
+        if headers:
+            found = found or (file, lines)
     if found is None:
         raise ValueError("the source has no examples: all its files are empty")
     return found
