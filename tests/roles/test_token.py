@@ -199,7 +199,7 @@ def test_tools(guarded: Guarded, tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["worker", "chief"])
 @pytest.mark.parametrize("token", [None, "another-token-entirely"])
 def test_role_with_another_token(role: str, token: str | None, guarded: Guarded, tmp_path: Path) -> None:
-    """A role without the servers' token is refused immediately, in one line, with exit code 1."""
+    """A role without the servers' token is refused immediately, in one line that names the server; exit code 1."""
     cluster = make_cluster()
     cluster["ps"] = [guarded.addresses["ps"]]
     (tmp_path / "job.py").write_text(JOB)
@@ -211,6 +211,7 @@ def test_role_with_another_token(role: str, token: str | None, guarded: Guarded,
     source = f" (from {user_token_file()})" if token is None else ""
     why = f"does not accept this process's token{source}"
     assert last.startswith(f"pscluster: this cluster {why}: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
+    assert last.endswith(f"(refused by ps 0 at {cluster['ps'][0]})")
     assert "Traceback" not in output
     assert token is None or token not in output
 

@@ -98,6 +98,9 @@ class SessionHolder:
         """Return the error for a handshake that failed with this status, which is unproved."""
         if self._secret.file is not None:
             details = details.replace(NOT_ACCEPTED, f"{NOT_ACCEPTED} (from {self._secret.file})", 1)
+        if code is grpc.StatusCode.UNAUTHENTICATED:  # it may be one role of many that has another token
+            task = "" if self._task is None else "{} {} at ".format(*self._task)
+            details += f" (refused by {task}{self._address})"
         if code in _OF_TRANSPORT:
             return StreamEndedError(code, details)
         if code not in _OF_REFUSALS:
