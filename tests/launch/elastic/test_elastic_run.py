@@ -19,7 +19,15 @@ from tests.launch.test_trainer import first_time
 from tests.roles.processes import run as command
 from tests.waiting import TIMEOUT, until, write_whole
 
-from pscluster.coordinator import IndexedSlices, LocalCluster, Variable, errors, experimental_get_current_worker_index
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    IndexedSlices,
+    LocalCluster,
+    Variable,
+    errors,
+    experimental_get_current_worker_index,
+)
+from pscluster.coordinator.local.local_cluster import LocalClusterError
 from pscluster.launch import (
     Checkpoint,
     FailureConfig,
@@ -299,6 +307,22 @@ def test_no_worker_is_left(tmp_path: Path) -> None:
     run = RunConfig("none", str(tmp_path), failure=FailureConfig(max_failures=0))
     with pytest.raises(TrainingFailedError, match=r"no worker is left: worker . \(pid \d+\) was killed by SIGKILL"):
         Trainer(dies, scaling=ScalingConfig(workers=(1, 2)), run=run).fit()
+
+
+def test_no_worker_is_left_when_a_member_is_scheduled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster may say so in between, while another member is still being ended."""
+    schedule = ClusterCoordinator.schedule_with
+
+    def late(self: ClusterCoordinator, *args: Any, **options: Any) -> Any:
+        assert self.context.dispatcher is not None
+        self.context.dispatcher.state.abort(LocalClusterError("no worker is left: they have died"), final=False)
+        return schedule(self, *args, **options)
+
+    monkeypatch.setattr(ClusterCoordinator, "schedule_with", late)
+    run = RunConfig("none", str(tmp_path))
+    with pytest.raises(TrainingFailedError, match="no worker is left: they have died"):
+        Trainer(print, scaling=ScalingConfig(workers=(1, 1)), run=run).fit()
+    assert Result.load(tmp_path / "none").state == "failed"
 
 
 def test_a_function_that_raises(tmp_path: Path) -> None:

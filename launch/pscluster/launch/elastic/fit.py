@@ -28,7 +28,15 @@ from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.calls.questions import Question
 from pscluster.coordinator.scheduling.calls.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.core.checks import type_of
-from pscluster.core.errors import ConfigurationError, FunctionError, PsClusterError, UnavailableError, WorkerLostError
+from pscluster.core.errors import (
+    CancelledError,
+    ConfigurationError,
+    FunctionError,
+    PsClusterError,
+    PSUnavailableError,
+    UnavailableError,
+    WorkerLostError,
+)
 from pscluster.launch.answers.questions import Asked, report_of
 from pscluster.launch.answers.rendezvous import place_among
 from pscluster.launch.answers.session import Action, Answer
@@ -102,8 +110,10 @@ class ElasticFit(Fit):
                         raise MembersFailed({}, UnavailableError(f"{why}{_why_gone(cluster)}"))
         except BaseException as error:
             coordinator.cancel(self._values.values())
-            if isinstance(error, ClusterError):  # no worker is left, so no member can be scheduled
-                raise MembersFailed({}, error) from None
+            # No member could be scheduled: no worker is left, or a server is lost. Others may have been ended first.
+            cause = error.__cause__ if isinstance(error, CancelledError) else error
+            if isinstance(cause, ClusterError | PSUnavailableError):
+                raise MembersFailed({}, cause) from None
             raise
         if behind := sum(rows.behind for rows in session.rows.values()):
             logger.warning(
