@@ -78,6 +78,22 @@ def test_snapshots_lose_what_they_say() -> None:
             assert abs(missing - lost.get(name, 0)) <= 2 * workers, (counts, lost)
 
 
+@pytest.mark.timeout(180)
+def test_losses_at_rest_are_counted_exactly() -> None:
+    """Where no update is under way: also if they are asked for before the server is back."""
+    with running_job(num_ps=2, num_workers=2, shards=2, durability="snapshot") as job:
+        counting, count = Counting(job.strategy), 0
+        for servers in ((0,), (1,), (0, 1)):
+            for _ in range(50):
+                job.coordinator.schedule(counting.step())
+            job.coordinator.join()
+            count += 50
+            kill(job, *servers)
+            lost = job.strategy.lost_updates()
+            for name, shards in counting.counts().items():
+                assert lost.get(name, 0) == count - min(shards)
+
+
 @pytest.mark.timeout(120)
 def test_calls_outside_of_functions_wait_and_go_on() -> None:
     """A read and an update by the script, begun while the server is down, complete once it has been started by hand."""

@@ -265,6 +265,8 @@ class JobContext:
     def lost_updates(self) -> dict[str, int]:
         """Count lost updates; see `ParameterServerStrategy.lost_updates`."""
         self.client.check_servers()  # before workers are asked, who would wait for a lost one
+        self.client.statuses()  # wait for servers that are down: workers tell them when they are back
+        self.losses.wait(None)
         if self.dispatcher is not None and not self.closed:
             away = self.unreachable()
             there = [server.peer.index for server in self.servers if server.peer not in away]
