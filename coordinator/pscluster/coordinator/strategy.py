@@ -276,6 +276,8 @@ class ParameterServerStrategy(ElasticStrategy):
         if not isinstance(variable, Variable):
             raise TypeError(f"delete_variable takes a variable, not {type_of(variable)}")
         self.context.variables.delete_variable(variable)
+        if (dispatcher := self.context.dispatcher) is not None:
+            dispatcher.definitions.release_variable(variable.origin)
 
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """Return the handle that a function returned. Raise ProtocolError if there is none of that kind here."""

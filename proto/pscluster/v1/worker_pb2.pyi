@@ -342,14 +342,16 @@ class DownloadReply(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("incarnation", "resources", "definitions")
+    __slots__ = ("incarnation", "resources", "definitions", "variables")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RESOURCES_FIELD_NUMBER: _ClassVar[int]
     DEFINITIONS_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     resources: _containers.RepeatedScalarFieldContainer[int]
     definitions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[int] = ..., resources: _Optional[_Iterable[int]] = ..., definitions: _Optional[_Iterable[str]] = ...) -> None: ...
+    variables: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[int] = ..., resources: _Optional[_Iterable[int]] = ..., definitions: _Optional[_Iterable[str]] = ..., variables: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

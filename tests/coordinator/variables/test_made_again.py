@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from tests.conftest import Everywhere
 from tests.faults.support import running_job
-from tests.waiting import TIMEOUT
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -73,6 +74,35 @@ def test_arguments_captures_and_results(
             {"mean": metrics.Mean()},
             concurrent=True,
         )
+
+
+def test_workers_keep_nothing_of_a_variable_that_was_deleted(
+    strategy: ParameterServerStrategy, coordinator: ClusterCoordinator, everywhere: Everywhere
+) -> None:
+    """A job may make and delete variables for weeks; those that are left are used as before."""
+    with strategy.scope():
+        optimizer = optimizers.SGD(1.0, momentum=0.5, name="of those that go")
+        gone, stays = (Variable(np.zeros(3), name=name) for name in ("goes", "stays"))
+    join = ShardedVariable([gone, stays], name="goes with it")
+
+    def use(*handles: Variable) -> Any:
+        return [handle.numpy().tolist() for handle in handles]
+
+    def kept() -> Any:
+        return sorted(
+            {item.name for item in gc.get_objects() if isinstance(item, Variable) and item.name[:4] in ("goes", "stay")}
+        )
+
+    optimizer.apply_gradients([(np.zeros(3), gone)])
+    everywhere(coordinator, use, gone, stays, join, optimizer.slot(gone, "momentum"))
+    assert everywhere(coordinator, kept)[0] == ["goes", "goes with it", "goes/of those that go/momentum", "stays"]
+    strategy.delete_variable(gone)
+    until(lambda: all(names == ["stays"] for names in everywhere(coordinator, kept)), "workers have let go of it")
+    assert everywhere(coordinator, use, stays)[0] == [[0] * 3]
+    with pytest.raises(UnknownVariableError, match="goes"):
+        coordinator.schedule(use, (gone,)).fetch(TIMEOUT)
+    with pytest.raises(UnknownVariableError):
+        coordinator.join(TIMEOUT)
 
 
 def test_slots_and_tables_through_a_death_and_a_restore(tmp_path: Path) -> None:

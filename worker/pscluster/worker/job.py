@@ -24,6 +24,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.overlap.queue import OverlapQueue
 from pscluster.ps.client.synchronous.copies import Copies
 from pscluster.ps.handles.registry import handle_of
+from pscluster.ps.handles.variables.sharded import JoinedVariable
 from pscluster.ps.handles.variables.variable import Variable
 from pscluster.v1 import definition_pb2, ps_pb2, worker_pb2
 from pscluster.worker.collectives.connection_pool import ConnectionPool
@@ -343,7 +344,8 @@ class Job:
         for part in parts:
             self._reader.close(part)
 
-    def release(self, resources: Sequence[int], definitions: Sequence[str]) -> None:
+    def release(self, resources: Sequence[int], definitions: Sequence[str], variables: Collection[int] = ()) -> None:
+        """Forget resources, definitions, and deleted variables with what consists of them."""
         gone = []
         with self._lock:
             for resource in map(str, resources):
@@ -355,11 +357,25 @@ class Job:
                     handle: object = self._handles.pop((kind.handle_kind, resource), None)
                     if isinstance(handle, WorkerObject):
                         handle.drop()
+            if variables:
+                self._forget_variables(variables)
             for digest in definitions:
                 self._definitions.pop(digest, None)
                 self._layers.pop(digest, None)
         for pipeline in gone:
             pipeline.close()
+
+    def _forget_variables(self, origins: Collection[int]) -> None:
+        """Forget the handles of variables that were deleted, and those that consist of them. Under the lock."""
+        for name, handle in list(self._handles.items()):
+            if not isinstance(handle, Variable):
+                continue
+            members = handle.variables if isinstance(handle, JoinedVariable) else [handle]  # a slot has its origin
+            if any(member.origin in origins for member in members):
+                del self._handles[name]
+                if self._variables.get(handle.name) is handle:
+                    del self._variables[handle.name]
+                    self._client.updater.forget(handle.id)
 
     def context(self, *, function: int, attempt: int, key: int = 0, term: int = 0) -> FunctionContext:
         """Return the context for a function of this job. The first one of a term also sets the client's term."""

@@ -278,7 +278,7 @@ class WorkerService:
         job.drop_result(request.function)
 
     def release(self, request: worker_pb2.ReleaseRequest, _context: grpc.ServicerContext) -> worker_pb2.ReleaseReply:
-        self._role.job(request.incarnation).release(request.resources, request.definitions)
+        self._role.job(request.incarnation).release(request.resources, request.definitions, request.variables)
         return worker_pb2.ReleaseReply()
 
     def report_seen(

@@ -117,6 +117,15 @@ class DefinitionsCache:
         if (recipe := self.resources.pop(resource_id, None)) is not None:
             self._state.on_loop(self._release_everywhere, recipe.message)
 
+    def release_variable(self, origin: int) -> None:
+        """Have all workers drop their handles of a variable that was deleted. A worker that is gone has none."""
+        self._state.on_loop(self._release_variable, origin)
+
+    def _release_variable(self, origin: int) -> None:
+        for handle in self._state.workers:
+            if handle.connection is not None:
+                self._state.in_background(handle.connection.release(variables=[origin]))
+
     def _release_everywhere(self, resource: worker_pb2.Resource) -> None:
         # A dataset's definition holds its data and belongs to this resource alone; a function may be used again.
         definitions = [resource.definition] if resource.distributed else []

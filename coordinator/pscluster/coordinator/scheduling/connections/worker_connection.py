@@ -282,9 +282,13 @@ class WorkerConnection:
             except LOST_CONNECTION as error:  # if the connection is lost, the next one is told at once
                 logger.warning("%s does not know where servers have moved to: %s", self.peer, why_lost(error, "it"))
 
-    async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
-        """Have the worker drop resources and definitions that are no longer used."""
-        request = worker_pb2.ReleaseRequest(incarnation=self.incarnation, resources=resources, definitions=definitions)
+    async def release(
+        self, resources: Sequence[int] = (), definitions: Sequence[str] = (), variables: Sequence[int] = ()
+    ) -> None:
+        """Have the worker drop resources and definitions that are no longer used, and deleted variables."""
+        request = worker_pb2.ReleaseRequest(
+            incarnation=self.incarnation, resources=resources, definitions=definitions, variables=variables
+        )
         await self._worker.release(request, timeout=CALL_SECONDS)
 
     async def close(self) -> None:
