@@ -412,6 +412,7 @@ def broken(folder: Path) -> Path:
     (folder / "bad.jsonl").write_text('{"a": 1}\n\n{"a": \n')
     (folder / "short.csv").write_text("a,b\n1,2\n3\n")
     (folder / "empty.csv").touch()
+    (folder / "blank_header.csv").write_text("\na,b\n1,2\n")
     (folder / "unknown.csv").write_text("a,b\n1,\n2,\n")
     (folder / "quoted.csv").write_text('a,b\n1,"2\n3"\n')
     (folder / "ab.csv").write_text("a,b\n1,2\n")
@@ -501,6 +502,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "the column 'b' of '.*latin.csv' has text that is not UTF-8: .*types={'b': 'binary'} to read it as bytes",
     ),
     (lambda: sources.csv("latin_header.csv"), "the header of '.*latin_header.csv' is not UTF-8: .*; convert the file"),
+    (lambda: sources.csv("blank_header.csv"), "the first line of '.*blank_header.csv' is blank: it must have the"),
     (lambda: sources.csv("mac.csv"), "'.*mac.csv' has a carriage return within its first line: end lines with line"),
     (
         lambda: sources.csv("broken_header.csv", quoted_newlines=True),

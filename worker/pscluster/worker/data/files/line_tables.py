@@ -111,6 +111,8 @@ def read_csv(csv_format: Csv, data: bytes, schema: Any = None, *, use_threads: b
 def header_of(head: bytes, delimiter: str, quoting: bool, path: str) -> list[str]:
     """Return the names in the first line of a CSV file. ValueError, with its path, if that is no line of names."""
     line = head.removeprefix(BOM).partition(b"\n")[0].removesuffix(b"\r")
+    if not line.strip():
+        raise ValueError(f"the first line of {path!r} is blank: it must have the names of the columns; or give names=")
     if b"\r" in line:
         raise ValueError(f"{path!r} has a carriage return within its first line: end lines with line feeds")
     if quoting and line.count(b'"') & 1:
