@@ -626,13 +626,23 @@ def serving(
         yield f"{address.rpartition(':')[0]}:{port}"
 
 
-def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
-    """Another CA, an expired certificate, another host, plain text, no certificate: each is named, with the remedy."""
-    ours, other, old, bare = (tmp_path / name for name in ("ours", "other", "old", "bare"))
+class Tomorrow(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Tomorrow:
+        return super().now(tz) + datetime.timedelta(days=1)
+
+
+def test_what_is_said_where_there_is_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another CA, an expired certificate, one of tomorrow, another host, plain text, none: named, with the remedy."""
+    ours, other, old, early, bare = (tmp_path / name for name in ("ours", "other", "old", "early", "bare"))
     make_certificates(ours)
     make_certificates(other)
     shutil.copytree(ours, old)
     renew_certificates(old, days=-1)
+    shutil.copytree(ours, early)
+    with monkeypatch.context() as patch:
+        patch.setattr(datetime, "datetime", Tomorrow)
+        renew_certificates(early)
     bare.mkdir()
     shutil.copy(ours / "ca.crt", bare / "ca.crt")
     strict = {"PSCLUSTER_TLS": str(ours)}
@@ -641,6 +651,7 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
         expired, plain = stack.enter_context(serving(old / "ps")), stack.enter_context(serving(None))
         elsewhere = stack.enter_context(serving(ours / "ps", "127.0.0.2:0"))
         suspicious = stack.enter_context(serving_ours_asking_others(ours, other, tmp_path))
+        too_early = stack.enter_context(serving(early / "ps"))
         cases: list[tuple[str, dict[str, str], str]] = [
             (foreign, strict, f"its certificate is of none of the CAs in {ours}/tool/ca.crt: give both sides"),
             (expired, strict, "its certificate (or its CA's) has expired; `pscluster certs DIR --renew` makes"),
@@ -651,11 +662,21 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
             ),
             (plain, strict, "it speaks no TLS, but this process was told to: start it with --tls or PSCLUSTER_TLS"),
             (good, {"PSCLUSTER_TLS": str(bare)}, f"it asks for a certificate, but {bare} holds no tls.crt and tls.key"),
-            (suspicious, strict, f"it refused our certificate {ours}/tool/tls.crt: is its CA in the ca.crt there?"),
+            (
+                suspicious,
+                strict,
+                f"it refused our certificate {ours}/tool/tls.crt: is its CA in the ca.crt there? Give both sides "
+                "certificates of the same CA; if they have them, compare the clocks of both machines",
+            ),
             (
                 good,
                 {},
                 "it speaks TLS, but this process was given no certificates: use --tls DIR, or set PSCLUSTER_TLS",
+            ),
+            (
+                too_early,
+                strict,
+                "its certificate (or its CA's) is not valid yet: compare the clocks of both machines\n",
             ),
         ]
         results = run_all([(["health", address], env) for address, env, _ in cases])

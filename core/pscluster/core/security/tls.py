@@ -181,9 +181,13 @@ class Tls:
             return None
 
     def _why_untrusted(self, error: ssl.SSLCertVerificationError, host: str) -> str:
-        if error.verify_code in (_EXPIRED, _NOT_YET):
-            why = "has expired" if error.verify_code == _EXPIRED else "is not valid yet: compare the clocks"
-            return f"its certificate (or its CA's) {why}; `pscluster certs DIR --renew` makes new ones for the same CA"
+        if error.verify_code == _EXPIRED:
+            return (
+                "its certificate (or its CA's) has expired; `pscluster certs DIR --renew` makes new ones for the same "
+                "CA"
+            )
+        if error.verify_code == _NOT_YET:
+            return "its certificate (or its CA's) is not valid yet: compare the clocks of both machines"
         if error.verify_code in _OTHER_NAME:
             return (
                 f"its certificate does not name {host}; `pscluster certs DIR --renew --host {host}` makes one that does"
@@ -203,7 +207,7 @@ class Tls:
             )
         return (
             f"it refused our certificate {self.folder / CERTIFICATE}: is its CA in the {AUTHORITIES} there? Give both "
-            "sides certificates of the same CA"
+            "sides certificates of the same CA; if they have them, compare the clocks of both machines"
         )
 
 
