@@ -62,6 +62,8 @@ def _number(name: str, value: Any, *, of_constant: bool = False) -> float | int:
     """Return a parameter as an int, if it is an integer, otherwise as a float. Constants may be flags, inf and NaN."""
     if of_constant and isinstance(value, bool | np.bool_):
         return int(value)
+    if of_constant and isinstance(value, float | np.floating) and np.isnan(value):
+        return math.nan
     try:
         operator.index(value)
     except TypeError:

@@ -260,18 +260,19 @@ class Log:
 
 
 def _reserve(file: int, end: int, size: int, least: int) -> int:
-    """Reserve disk space for a file, from its `end` on; return how many bytes: `size`, or `least` if it has no more.
+    """Reserve disk space for a file, from `end` on; return how many bytes: `size`, or `least` if it has no more.
 
-    OSError if it has not even those; then the file still ends there.
+    OSError if it has not even those; then the file is as long as before.
     """
+    before = os.fstat(file).st_size
     try:
         os.posix_fallocate(file, end, size)
         return size
     except OSError:  # the disk is small, or almost full
-        os.ftruncate(file, end)  # ext4 leaves to the file all that it has found, and so nothing to save the state in
+        os.ftruncate(file, before)  # ext4 leaves to the file all that it has found, and so nothing to save the state in
     try:
         os.posix_fallocate(file, end, least)
     except OSError:
-        os.ftruncate(file, end)
+        os.ftruncate(file, before)
         raise
     return least
