@@ -468,13 +468,13 @@ def test_a_stubborn_process_is_killed(house: House, caplog: pytest.LogCaptureFix
 
 
 def test_a_second_interrupt_kills(house: House) -> None:
-    """Ctrl-C during the wait for a stubborn process ends it before the grace is over."""
+    """Ctrl-C during the wait for a stubborn process ends it before the grace is over, whichever thread gets it."""
     cluster = house.cluster(grace=3600.0, behaviours={("worker", 0): "stubborn"}).start()
     house.wait_for("worker 0 serves")
 
     def press() -> None:
         house.wait_for("worker 0 asked to stop")
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # so that it does not interrupt the wait
 
     presser = threading.Thread(target=press)
     presser.start()

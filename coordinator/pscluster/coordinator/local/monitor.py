@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
+from pscluster.coordinator import waiting
 from pscluster.coordinator.local.reports import Report, Reports
 from pscluster.coordinator.local.supervisor import Supervisor
 from pscluster.coordinator.local.tasks import (
@@ -99,9 +100,9 @@ class Monitored(ABC):
         self._supervisor = supervisor
         self._on_failure = on_failure
         self.reports = Reports(on_report)
-        self._changed = threading.Condition()
+        self._changed = waiting.Condition()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._ended = waiting.Event()
         self._crash: BaseException | None = None  # of the monitor: a bug here
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._workers_gone = ""  # why, as the jobs know it
