@@ -23,6 +23,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from tests.conftest import Gate, leave_mark, marks, wait_for_file
+from tests.disks import small_disk
 from tests.faults.support import running_job
 from tests.waiting import TIMEOUT, until
 
@@ -432,37 +433,30 @@ def counting(count: Variable) -> Callable[[], None]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", 1) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk(strategy: ParameterServerStrategy, small_disk: Path) -> None:
+def test_a_full_disk(strategy: ParameterServerStrategy, full_disk: Path) -> None:
     """The error says so, the old checkpoint stands, the next one has space, and the job continues."""
     with strategy.scope():
         w = Variable(np.arange(50_000.0), name="w")
     coordinator = ClusterCoordinator(strategy)
-    with CheckpointManager(str(small_disk), strategy=strategy, max_to_keep=1) as manager:
+    with CheckpointManager(str(full_disk), strategy=strategy, max_to_keep=1) as manager:
         good = manager.save().result()
         for _ in range(2):
-            (small_disk / "filler").write_bytes(bytes(300_000))
+            (full_disk / "filler").write_bytes(bytes(300_000))
             with pytest.raises(CheckpointError, match=r"ckpt-00000\d/.* can't be written: No space left on device"):
                 manager.save()
             assert manager.checkpoints == [good]
-            assert {path.name for path in small_disk.iterdir()} == {"ckpt-000001", "filler"}
+            assert {path.name for path in full_disk.iterdir()} == {"ckpt-000001", "filler"}
             failing = manager.save(wait=False)
             assert isinstance(failing.exception(TIMEOUT), CheckpointError)
             coordinator.schedule(counting(w)).fetch(TIMEOUT)
             tools.verify(good)
-        (small_disk / "filler").unlink()
+        (full_disk / "filler").unlink()
         path = manager.save().result()
         assert manager.checkpoints == [path]
         w.assign(np.zeros(50_000))

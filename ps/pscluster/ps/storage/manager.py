@@ -264,7 +264,8 @@ class StateManager(StateSaver):
                 if 0 in applied.counts:
                     self._log.wait_for_others()
                 job = self._job
-                if self._log.size > max(_LEAST_LOG, 2 * sum(job.sizes.values()) if job is not None else 0):
+                limit = max(_LEAST_LOG, 2 * sum(job.sizes.values()) if job is not None else 0)
+                if self._log.is_short or self._log.size > limit:
                     self._request_save()
             except UnavailableError:
                 self._request_save()

@@ -28,6 +28,9 @@ from pscluster.ps.storage.policy import SavePlan
 
 logger = logging.getLogger(__name__)
 
+_MORE = 1 << 20
+"""Bytes of the disk for what a generation needs beside values: blocks of files, and the next segment of the log."""
+
 
 @dataclass(eq=False, slots=True)
 class Extension:
@@ -112,21 +115,25 @@ class StateSaver:
                 job = self._job if wait == 0 or (last and wait is not None) else None
                 if job is not None:
                     self._plan.begin(time.monotonic())
+            kept_free: int | None = None
             try:
                 if clear:
                     reach("ps.clear.before")
                     self._directory.clear()
                     reach("ps.clear.after")
                 if job is not None:
-                    self._save(job)
+                    kept_free = self._save(job)
                 error = ""
             except Exception as failure:
                 error = self._words_of(failure)
                 self.failures += 1
+                kept_free = 0
                 if error != self._plan.failed:
                     unexpected = not isinstance(failure, OSError | PsClusterError)
                     logger.error("the state could not be saved: %s", error, exc_info=failure if unexpected else None)
             if job is not None:
+                if self._log is not None:
+                    self._log.end_generation(kept_free)
                 with self._changed:
                     if self._plan.failed and not error:
                         logger.warning("saving the state works again")
@@ -163,9 +170,14 @@ class StateSaver:
             except OSError as error:
                 logger.error("the record of lost updates could not be saved: %s", error)
 
-    def _save(self, job: JobState) -> None:
+    def _save(self, job: JobState) -> int | None:
+        """Save a generation; return how many bytes of the disk the next one may take. None if the job has ended."""
         directory, broken, begin = self._directory, False, time.monotonic()
         assert directory is not None
+        is_short = self._log is not None and self._log.is_short
+        if is_short and job.before is not None:  # retain only the last generation, as after a failure
+            job.before = None
+            self._remove_unused(job)
         with self._changed:
             self._generation += 1
             generation = self._generation
@@ -195,7 +207,7 @@ class StateSaver:
                 raise UnavailableError(self._log.broken)
             with self._changed:
                 if self._job is not job:
-                    return  # the written files are cleared next
+                    return None  # the written files are cleared next
             if job.store.job != manifest.job:  # part of it may be the next coordinator's, which requested another one
                 raise UnavailableError("another coordinator took over while a snapshot was written")
             directory.commit(manifest)
@@ -209,12 +221,13 @@ class StateSaver:
                 self._remove_unused(job)
             raise
         # A shard that has come from another server is in no earlier generation, from which its log would not go on.
-        job.before = None if job.saved is None or has_arrivals(job.saved, manifest) else job.saved
+        job.before = None if job.saved is None or is_short or has_arrivals(job.saved, manifest) else job.saved
         job.saved, job.sizes = manifest, sizes_of(manifest)
         if self._log is not None and broken:
             self._log.repaired()
         self._remove_unused(job)
         reach("ps.generation.after")
+        return sum(job.sizes.values()) + manifest.ByteSize() + _MORE
 
     def _log_staged(self, log: Log, job: JobState) -> None:
         """Log what is staged again: the segments that have it are no longer read once this generation is saved."""

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from tests.disks import small_disk
 from tests.ps.storage import support
 from tests.ps.storage.support import (
     IDENTITY,
@@ -707,6 +708,57 @@ def test_a_disk_with_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert client.update(dense(ps_pb2.ADD, np.ones(1 << 14))).applied == 1
         no_more_generations(manager)
         assert values_of(found_in(killed(tmp_path / "s")), 1)[0] == values_of(held, 1)[0] == 18
+
+
+def update_until_taken(client: Client, part: Part) -> list[str]:
+    """Send an update again until the disk has room for it, as a worker does; return why it was refused."""
+    made, refused = client.made(part), list[str]()
+
+    def taken() -> bool:
+        try:
+            return client.send(made).applied == 1
+        except UnavailableError as error:
+            refused.append(str(error))
+            return False
+
+    until(taken, "the update is taken", lambda: refused[-1:])
+    return refused
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_log_leaves_room_for_the_state_that_replaces_it(tmp_path: Path, fsync: bool) -> None:
+    """Many more updates than the disk has room for are logged, and none is lost."""
+    with small_disk(tmp_path / "s", 6) as disk, begun(disk, fsync=fsync) as (manager, held):
+        declare(held, 1, np.zeros(1 << 14))
+        manager.save()
+        client, refused = Client(manager, held), list[str]()
+        for count in range(1, 151):  # 19 MiB
+            refused += update_until_taken(client, dense(ps_pb2.ADD, np.ones(1 << 14)))
+            if count % 50 == 0:
+                assert values_of(found_in(killed(disk)), 1)[0] == count
+        assert all("until the state has been saved" in why for why in refused)
+        assert manager.failures == 0
+
+
+def test_a_log_that_no_state_can_replace_takes_the_rest_of_the_disk(tmp_path: Path) -> None:
+    """Where others have left no room for the state, updates go on until the disk is full, and again once it is not."""
+    with small_disk(tmp_path / "s", 6) as disk, begun(disk) as (manager, held):
+        declare(held, 1, np.zeros(1 << 17))  # of 1 MiB
+        manager.save()
+        filler = disk / "filler"
+        filler.write_bytes(bytes(3 << 20))
+        client, part = Client(manager, held), dense(ps_pb2.ADD, np.ones(1 << 17))
+        taken, why = 0, ""
+        while "can't grow" not in why:
+            try:
+                taken += client.update(part).applied
+            except UnavailableError as error:
+                why = str(error)
+        assert taken
+        assert values_of(found_in(killed(disk)), 1)[0] == taken
+        filler.unlink()
+        update_until_taken(client, part)
+        assert values_of(found_in(killed(disk)), 1)[0] == taken + 1
 
 
 def test_a_disk_without_room_at_the_beginning_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,15 @@ class StateDirectory:
         with contextlib.suppress(FileNotFoundError):
             (self.path / _SPARE).rename(path)
 
+    def remove_spare(self) -> None:
+        """Remove the unused segment of the log, if there is one."""
+        (self.path / _SPARE).unlink(missing_ok=True)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the disk are free."""
+        disk = os.statvfs(self.path)
+        return disk.f_bavail * disk.f_frsize
+
     # Writing
 
     def write_arrays(

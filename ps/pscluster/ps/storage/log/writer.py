@@ -23,6 +23,10 @@ length and number are known even if its body is damaged.
 
 An unused segment is reused for the next one: overwriting existing pages costs a quarter of allocating new ones. Its
 leftover records carry another generation.
+
+A log that fills the disk could never be replaced, so it leaves what the next generation takes (`end_generation`). When
+the disk has little more than that, the unused segment is removed, and a generation is due (`is_short`). When it has no
+more, a segment with updates takes no others until the generation is saved. If that fails, the log may fill the disk.
 """
 
 from __future__ import annotations
@@ -69,6 +73,11 @@ class Log:
         self._segment = self._previous = 0
         self._end = self._promised = self._allocated = 0
         self._records = 0  # in the segment
+        self._taken = 0  # updates since the segment began
+        self._kept_free = 0
+        self._in_generation = False  # the one that this segment begins with is not saved yet
+        self.is_short = False
+        """Whether the disk has no room for a large step of the log beside the next generation."""
 
     def begin_segment(self, generation: int, before: int, saved: int) -> bool:
         """Begin the segment of this generation; return whether the log was broken: the generation holds all updates.
@@ -81,11 +90,12 @@ class Log:
         with self._changed:
             while self._writing or (self._plan.broken and not self._plan.all_ended):
                 self._changed.wait()
-            size, new = self._promised + _GROW, path.with_name(path.name + ".new")
+            least, new = self._promised + _LEAST, path.with_name(path.name + ".new")
+            size = self._promised + _GROW if self._has_room(self._promised + _GROW) else least
             self._directory.reuse_segment(new)
             file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                size = _reserve(file, 0, max(size, os.fstat(file).st_size), self._promised + _LEAST)
+                size = _reserve(file, 0, max(size, os.fstat(file).st_size), least)
                 unused = self._segment > saved and self._end == FIRST
                 previous = self._previous if unused else self._segment or before
                 head = with_crc(SEGMENT, SEGMENT_MAGIC, generation, previous, machine_boot_id())
@@ -115,7 +125,19 @@ class Log:
                     self._directory.log_file(self._segment).unlink()
             self._file, self._segment, self._previous = file, generation, previous
             self._end, self._allocated, self._records = end, size, 0
+            self._taken, self.is_short, self._in_generation = 0, False, True
             return bool(self._plan.broken)
+
+    def end_generation(self, kept_free: int | None) -> None:
+        """Note that the generation is saved, or has failed. From now on leave this many bytes of the disk to the next.
+
+        With 0, leave none: it could not be saved. With None, leave as many as before.
+        """
+        with self._changed:
+            self._in_generation = False
+            if kept_free is not None:
+                self._kept_free = kept_free
+                self.is_short &= kept_free > 0
 
     def repaired(self) -> None:
         """Resume: a generation that was begun after the failure is saved."""
@@ -154,14 +176,32 @@ class Log:
                 raise UnavailableError(f"updates are refused: {self._plan.broken or 'the server is stopping'}")
             room = size + _ROOM
             self._promise(room)
+            self._taken += 1
             return self._plan.take(), room
 
-    def _promise(self, room: int) -> None:
+    def _has_room(self, size: int) -> bool:
+        """Return whether the disk has room for this, beside the next generation: perhaps without the unused segment."""
+        if not self._kept_free or self._directory.free_bytes() >= size + self._kept_free:
+            return True
+        self._directory.remove_spare()
+        return self._directory.free_bytes() >= size + self._kept_free
+
+    def _promise(self, room: int, *, carried_over: bool = False) -> None:
         """Reserve space in the segment. UnavailableError if the disk has none. Called under the lock."""
         missing = self._end + self._promised + room - self._allocated
         if missing > 0:
             # In few, large steps if there is room: many small ones make every write four times as slow.
             more = missing + min(max(_GROW, self._allocated), _MOST)
+            self.is_short = not self._has_room(more)
+            if self.is_short:
+                more = missing
+                # If nothing has been taken since the last generation, another one would be of no use.
+                must_wait = not carried_over and (self._taken or self._in_generation)
+                if must_wait and not self._has_room(missing):
+                    raise UnavailableError(
+                        f"updates are refused until the state has been saved: the disk of {self._directory.path} is "
+                        "almost full"
+                    )
             try:
                 self._allocated += _reserve(self._file, self._allocated, more, missing)
             except OSError as error:
@@ -194,11 +234,12 @@ class Log:
         UnavailableError if it can't be written.
         """
         with self._changed:
+            room = size + _ROOM
+            self._promise(room, carried_over=True)
             if not self._plan.broken:
-                ticket, room = self.take(size)
+                ticket = self._plan.take()
             else:
-                ticket, room = 0, size + _ROOM  # no update has this one
-                self._promise(room)
+                ticket = 0  # no update has this one
                 parts = [memoryview(buffer) for buffer in parts_of(record, payload)]
                 self._queue.append((ticket, room, checksum_of(*parts), parts))
                 self._write()
