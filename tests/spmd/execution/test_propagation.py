@@ -98,14 +98,19 @@ def check(function: Maker, arrays: list[Any]) -> Explanation:
     return explained
 
 
+def check_combining(through: int, function: Maker, arrays: list[Any]) -> None:
+    """Check a function's program where sums of more than this many bytes are combined on the way."""
+    with pytest.MonkeyPatch.context() as monkeypatch, np.errstate(all="ignore"):
+        monkeypatch.setattr(moving, "THROUGH_BYTES", through)
+        check(function, arrays)
+
+
 @pytest.mark.parametrize("through", [0, 1 << 20])
 @given(case=programs())
 def test_a_program_has_the_bits_of_its_functions(through: int, case: tuple[list[Layout], Maker]) -> None:
     """Any functions and relayouts, with results in between; large sums are combined on the way or not."""
     layouts, program = case
-    with pytest.MonkeyPatch.context() as monkeypatch, np.errstate(all="ignore"):
-        monkeypatch.setattr(moving, "THROUGH_BYTES", through)
-        check(program, arrays_of(layouts))
+    check_combining(through, program, arrays_of(layouts))
 
 
 TYPES = ["float32", "float64", "bool", "int8", "int64", "uint8"]
@@ -165,9 +170,7 @@ def mixed_programs(draw: st.DrawFn) -> tuple[list[Any], Maker]:
 def test_a_program_of_mixed_types_and_shapes(through: int, case: tuple[list[Any], Maker]) -> None:
     """Also where axes of 1 are sharded, and one array has several uses."""
     arrays, program = case
-    with pytest.MonkeyPatch.context() as monkeypatch, np.errstate(all="ignore"):
-        monkeypatch.setattr(moving, "THROUGH_BYTES", through)
-        check(program, arrays)
+    check_combining(through, program, arrays)
 
 
 @pytest.mark.parametrize(
